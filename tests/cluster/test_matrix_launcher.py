@@ -91,7 +91,7 @@ def begin(launcher: Launcher, folder: Path, stage: str, *words: str):
 )
 def test_the_worst_status_is_reported_and_nothing_is_left(tmp_path, stage, role, way, status):
     with launching(tmp_path) as launcher:
-        process = begin(launcher, tmp_path, stage, "--grace", "2")
+        process = begin(launcher, tmp_path, stage, "--grace", "2", "--max-restarts", "0")
         os.kill(role_pids(launcher)[role], way)
         found, _, errors = finish(process)
         assert found == status, errors
@@ -128,3 +128,54 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
         end = time.monotonic() + 60
         while launcher.left() and time.monotonic() < end:
             time.sleep(0.05)
+
+
+_NAMES = """
+import os, time
+from pathlib import Path
+import numpy as np
+import bpsx
+bpsx.init()
+bpsx.push_pull(np.zeros(1), name="old")
+print("running", flush=True)
+for n in (1, 2):
+    told = Path(os.environ["FOLDER"], str(n))
+    while not bpsx.push_pull(np.array([told.exists()], float), name="old")[0]:
+        time.sleep(0.01)
+    found = bpsx.push_pull(np.ones(10), name=f"new {n}", average=False)
+    print("declared", n, found.sum(), flush=True)
+bpsx.shutdown()
+"""
+
+
+def test_a_killed_scheduler_is_started_again(tmp_path):
+    """Twice: the job ends as if nothing had happened, and bpsx-run says what has."""
+    script = tmp_path / "script.py"
+    script.write_text(_NAMES)
+    with launching(tmp_path) as launcher:
+        words = local_words("--workers", "2", "--servers", "2", PY, str(script))
+        env = {"FOLDER": str(tmp_path), "BPSX_ELASTIC": "servers"}
+        process = launcher.start(words, _FAST | env)
+        wait_for(process, "[worker 0] running", "[worker 1] running")
+        for n in (1, 2):
+            os.kill(role_pids(launcher)["scheduler"], signal.SIGKILL)
+            (tmp_path / str(n)).touch()  # both workers declare a new name
+            wait_for(process, *(f"[worker {i}] declared {n} 20.0" for i in (0, 1)))
+        found, _, errors = finish(process)
+        assert found == 0, errors
+        said = {line for line in errors if line.startswith("bpsx-run: ")}
+        died = "scheduler was killed by SIGKILL"
+        assert f"bpsx-run: {died}; started again in 1 s (2 of 3)" in said
+        assert f"bpsx-run: {died} (2 times), and was started again" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_scheduler_that_may_not_be_started_again_ends_the_job(tmp_path, number):
+    """SIGTERM asks it to end the job; --max-restarts forbids more."""
+    with launching(tmp_path) as launcher:
+        words = ["--max-restarts", "0"] if number == signal.SIGKILL else []
+        process = begin(launcher, tmp_path, "pull", "--grace", "2", *words)
+        os.kill(role_pids(launcher)["scheduler"], number)
+        found, _, errors = finish(process)
+        assert found == (137 if number == signal.SIGKILL else 7), errors
+        assert not any("started again in" in line for line in errors)

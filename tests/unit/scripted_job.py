@@ -60,6 +60,11 @@ class Node:
         if not (self.dead or self.over or self.state == "entering"):
             self.state = "orphaned"
 
+    def is_unheard(self, hub: Rebuilding) -> bool:
+        """Whether it wants to enter the job, and ``hub`` does not know."""
+        waits = self.state == "entering" and not (self.dead or self.over or self.outbox)
+        return waits and self.ident not in hub.nodes
+
     def enter(self) -> None:
         """Say HELLO to the hub that is there now, on a new connection."""
         self.connections += 1
@@ -357,9 +362,8 @@ class World:
             for node in self.nodes:
                 if node.state == "orphaned" and not (node.dead or node.over):
                     node.introduce()
-                elif node.state == "entering" and not (node.dead or node.over or node.outbox):
-                    if node.ident not in self.hub.nodes:
-                        node.enter()
+                elif node.is_unheard(self.hub):
+                    node.enter()
             self.look()
             for node in self.nodes:
                 while node.outbox and not node.dead:

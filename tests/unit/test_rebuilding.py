@@ -230,7 +230,7 @@ def random_event(world: World, rng: random.Random, spare: int) -> int:
         if node.ident in world.hub.nodes:
             world.bury(node)
         return spare
-    if node.state == "entering" and not node.outbox and node.ident not in world.hub.nodes:
+    if node.is_unheard(world.hub):
         node.enter()
     elif what == "arrive" and rng.random() < 0.2 and len(world.nodes) < 12:
         world.arrive()

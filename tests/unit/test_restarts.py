@@ -1,20 +1,21 @@
-"""Servers that the launcher starts again: how often, and when."""
+"""Processes that the launcher starts again: how often, and when."""
 
 from __future__ import annotations
 
 import pytest
 
 from bpsx.launch.backend import Process
-from bpsx.launch.restarts import HEALTHY, LATEST, SOONEST, Restarts
+from bpsx.launch.restarts import HEALTHY, LATEST, SCHEDULERS, SOONEST, Restarts
 
 SERVER, OTHER = (Process(f"server {i}", "server", ("x",), {}) for i in range(2))
+SCHEDULER = Process("scheduler", "scheduler", ("x",), {})
 
 
 def die(restarts: Restarts, now: float, process: Process = SERVER) -> float:
     """Let a process die at ``now``, and start it again when it is due; returns the delay."""
     assert "started again in" in restarts.ended(process.name, now)
     due = restarts.due
-    assert due is not None
+    assert due is not None and restarts.is_due(process.name)
     assert not restarts.take(due - 0.001)
     assert restarts.take(due) == [process] and restarts.due is None
     restarts.started(process, due)
@@ -38,8 +39,21 @@ def test_each_server_has_its_own_delay_and_all_share_the_count():
     assert restarts.due is None
 
 
-@pytest.mark.parametrize("most", [0, 5])
-def test_what_is_no_server_is_not_started_again(most: int):
+@pytest.mark.parametrize(
+    ("given", "servers", "schedulers"), [(None, 0, SCHEDULERS), (0, 0, 0), (7, 7, 7)]
+)
+def test_each_role_has_its_own_count(given, servers, schedulers):
+    restarts = Restarts(given)
+    for process, most in ((SERVER, servers), (SCHEDULER, schedulers)):
+        restarts.started(process, 0.0)
+        for _ in range(most):
+            die(restarts, 0.0, process)
+        assert "started again in" not in restarts.ended(process.name, 0.0)
+        assert not restarts.is_due(process.name)
+
+
+@pytest.mark.parametrize("most", [None, 0, 5])
+def test_workers_are_not_started_again(most: int | None):
     restarts = Restarts(most)
     restarts.started(Process("worker 0", "worker", ("x",), {}), 0.0)
     assert restarts.ended("worker 0", 1.0) == "" and restarts.due is None

@@ -861,7 +861,7 @@ OPTIONS: tuple[Option, ...] = (
         -1,
         "a file descriptor; -1: none",
         "The scheduler writes lines to this descriptor: waiting, then running, then which process"
-        " has failed the job, if one has. The launcher reads them.",
+        " has failed the job, if one has, then over. The launcher reads them.",
         _LAUNCH,
     ),
     Option(

@@ -61,7 +61,7 @@ class Plan(ABC):
 
     ``command``: the workers' command. ``port``: the scheduler's; 0 if it takes a free one.
     ``grace``: how long the others may take to end once one has failed. ``kill_after``: from SIGTERM
-    to SIGKILL. ``max_restarts``: how often servers that die are started again, in all.
+    to SIGKILL. ``max_restarts``: see :class:`~bpsx.launch.restarts.Restarts`.
     """
 
     command: tuple[str, ...]
@@ -69,8 +69,8 @@ class Plan(ABC):
     port: int = 0
     grace: float = GRACE
     kill_after: float = KILL_AFTER
-    max_restarts: int = 0
     secret: str = field(default_factory=make, repr=False)
+    max_restarts: int | None = None
 
     #: Whether workers may end with status 0 without having joined a job.
     forgiving: ClassVar[bool] = False

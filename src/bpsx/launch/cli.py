@@ -75,7 +75,7 @@ BPSX_SECRET_FILE is set.
 
 Exit status:
     the command's  the largest one of several processes that ended by themselves
-                   (servers that the job has survived do not count)
+                   (servers and schedulers that the job has survived do not count)
     1              these ended with 0, but bpsx-run had to end others
     2              an option or variable is wrong
     126, 127       the command cannot be run
@@ -166,8 +166,9 @@ def parser() -> argparse.ArgumentParser:
         type=whole(0, 1_000_000),
         metavar="R",
         help=(
-            "how often servers that die are started again, in all (default: 0); the job goes on"
-            " meanwhile"
+            "how often servers that die are started again, in all, and how often the scheduler is,"
+            " if it runs on this machine; the job goes on meanwhile (default: 0, and 3 for the"
+            " scheduler of an elastic job)"
         ),
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version")

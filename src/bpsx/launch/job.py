@@ -97,6 +97,8 @@ class Job:
         port = self._plan.port
         if scheduler := self._plan.scheduler():
             port = self._start_scheduler(scheduler)
+            if scheduler.here and (again := replace(self._plan, port=port).scheduler()):
+                self._restarts.started(again, time.monotonic())
             self._make_record(port)
         if self._status.halted:
             return
@@ -222,13 +224,20 @@ class Job:
         self._start_again(time.monotonic())
 
     def _start_again(self, now: float) -> None:
-        """Start the servers that are due, unless the job ends."""
+        """Start the servers that are due, and the scheduler, unless the job ends."""
         seen = self._status
         if seen.halted or self._worker_ending.begun or self._helper_ending.begun:
             self._restarts.stop()
         for process in self._restarts.take(now):
-            if child := self._start(process):
+            start = self._start_writer if process.role == "scheduler" else self._start
+            if child := start(process):
                 seen.again.append(child)
+
+    def _start_writer(self, scheduler: Process) -> Child | None:
+        """Start a scheduler again, which tells bpsx-run of the job."""
+        with self._status.scheduler.writer() as state:
+            environment = {**scheduler.environment, "BPSX_STATE_FD": str(state)}
+            return self._start(replace(scheduler, environment=environment), state)
 
     def _handle_exits(self, now: float) -> None:
         """Record ended children, and begin to end the rest if the job is over, failed or cannot
@@ -255,11 +264,13 @@ class Job:
         for child in lost:
             if then := self._restarts.ended(child.name, now):
                 self._pump.say(f"{child.story()}; {then}")
+        seen.restarted += [child for child in ended if self._starts_again(child, done, now)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
         fatal = self._cannot_go_on() or any(
             child.status
             and not (self._asynchronous and child.role == "worker")
             and child not in seen.lost
+            and child not in seen.restarted
             for child in ended
         )
         # A child ended that the job needs to form, so the others would wait for ever.
@@ -304,8 +315,34 @@ class Job:
             and not child.overdue
             and seen.complete
             and not (seen.stop or self._worker_ending.begun or seen.scheduler.forming())
-            and not any(c.status for c in seen.helpers if c.role == "scheduler")
+            and not any(
+                c.status and c not in seen.restarted for c in seen.helpers if c.role == "scheduler"
+            )
         )
+
+    def _starts_again(self, child: Child, done: bool, now: float) -> bool:
+        """Plan the restart of a scheduler that has died in a running job; return whether it comes.
+
+        A scheduler that has ended the job says so. One that was started again, and could not go on
+        with the job (its port may be in use for a moment), is tried again, too.
+        """
+        seen = self._status
+        ran, before = seen.scheduler.runs(), len(seen.restarted)
+        if (
+            child.role != "scheduler"
+            or not (child.status and seen.complete and seen.scheduler.may_die())
+            or child.overdue
+            or done
+            or seen.stop
+            or self._worker_ending.begun
+            or seen.scheduler.over()
+            or seen.scheduler.blame() is not None
+            or not (child.killed or ran <= before)
+        ):
+            return False
+        if then := self._restarts.ended(child.name, now):
+            self._pump.say(f"{child.story()}; {then}")
+        return self._restarts.is_due(child.name)
 
     def _undecided(self) -> bool:
         """Whether the scheduler has yet to say what follows from the death of a server."""

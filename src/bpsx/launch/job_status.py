@@ -14,7 +14,8 @@ class JobStatus:
     ``ended``: in the order in which they ended. ``stop``: received signals that end the job.
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
     started, and the exit status for it. ``lost``: servers that died while the job may have gone on
-    without them. ``again``: servers that were started in the place of such.
+    without them. ``again``: servers and schedulers that were started in the place of such.
+    ``restarted``: schedulers that died and were started again.
     """
 
     def __init__(self, forgiving: bool) -> None:
@@ -22,6 +23,7 @@ class JobStatus:
         self.ended: list[Child] = []
         self.lost: list[Child] = []
         self.again: list[Child] = []
+        self.restarted: list[Child] = []
         self.stop: list[int] = []
         self.complete = False
         self.trouble: tuple[str, int] | None = None
@@ -45,7 +47,7 @@ class JobStatus:
 
     @property
     def survived(self) -> list[Child]:
-        """The servers that died, or had to be ended, and did not end the job.
+        """The servers that died, or had to be ended, and did not end the job; dead schedulers, too.
 
         A scheduler on this machine says so at once. Elsewhere, its exit status of 0 does at the
         end.
@@ -53,7 +55,7 @@ class JobStatus:
         ended_well = any(c.role == "scheduler" and c.status == 0 for c in self.children)
         blame = self.scheduler.blame()
         told = self.scheduler.lost_servers() - {blame.pid if blame else 0}
-        return [
+        return self.restarted + [
             c
             for c in self.children
             if c.role == "server"
@@ -111,13 +113,17 @@ class JobStatus:
         return "; ".join([*parts, *self.losses()])
 
     def losses(self) -> list[str]:
-        """How each server died without which the job went on, as texts."""
+        """How each process died that the job has survived, as texts."""
         # One that was still starting when the job ended was no loss.
         lost = [c for c in self.survived if not (c in self.again and c.overdue)]
-        stories = Counter(child.story() for child in lost)
+        stories = Counter(
+            (child.story(), child.role == "scheduler" and "was started again") for child in lost
+        )
         return [
-            story + (f" ({n} times)" if n > 1 else "") + ", and the job went on without it"
-            for story, n in stories.items()
+            story
+            + (f" ({n} times)" if n > 1 else "")
+            + f", and {then or 'the job went on without it'}"
+            for (story, then), n in stories.items()
         ]
 
     def _blamed(self) -> tuple[Child | None, str]:

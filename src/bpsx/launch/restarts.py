@@ -1,20 +1,23 @@
-"""When the launcher starts servers again that have died. Pure."""
+"""When the launcher starts servers and schedulers again that have died. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from bpsx.launch.backend import Process
 
-#: Seconds from the death of a server to the start of the next: the first time, and at most.
+#: Seconds from the death of a process to the start of the next: the first time, and at most.
 SOONEST, LATEST = 0.5, 30.0
-#: Seconds after which a server counts as healthy: its next death is like its first.
+#: Seconds after which a process counts as healthy: its next death is like its first.
 HEALTHY = 60.0
+#: Restarts of a scheduler without --max-restarts.
+SCHEDULERS = 3
 
 
 @dataclass
 class _Place:
-    """A server's place in the job, which one process after the other takes.
+    """A place in the job, which one process after the other takes.
 
     ``started``: when the present one was. ``delay``: seconds until the next one, if this one dies.
     """
@@ -25,37 +28,44 @@ class _Place:
 
 
 class Restarts:
-    """The servers of a job that may be started again, ``most`` times in all.
+    """The servers of a job that may be started again, and its scheduler.
 
-    Callers pass the time.
+    ``most``: how often, for all servers together and for the scheduler; None:
+    :data:`SCHEDULERS` for the scheduler only. Callers pass the time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._count = 0
+    def __init__(self, most: int | None) -> None:
+        others = most or 0
+        self._most = {"server": others, "scheduler": SCHEDULERS if most is None else others}
+        self._counts: Counter[str] = Counter()  # by role
         self._places: dict[str, _Place] = {}  # by the name of the process
         self._waiting: dict[str, float] = {}  # name of the process -> when it is due
 
     def started(self, process: Process, now: float) -> None:
-        """Note that a process has been started; only servers matter."""
-        if process.role == "server":
+        """Note that a process has been started; workers do not matter."""
+        if process.role in self._most:
             place = self._places.setdefault(process.name, _Place(process, now))
-            place.started = now
+            place.process, place.started = process, now
 
     def ended(self, name: str, now: float) -> str:
-        """A server has died; returns what follows, as text for people."""
-        if name not in self._places or not self._most:
+        """A process has died; returns what follows, as text for people."""
+        place = self._places.get(name)
+        if place is None or not self._most[place.process.role]:
             return ""
-        if self._count >= self._most:
-            return f"not started again, as --max-restarts {self._most} is used up"
-        self._count += 1
-        place = self._places[name]
+        role = place.process.role
+        if self._counts[role] >= self._most[role]:
+            return f"not started again, as --max-restarts {self._most[role]} is used up"
+        self._counts[role] += 1
         if now - place.started >= HEALTHY:
             place.delay = SOONEST
         self._waiting[name] = now + place.delay
-        text = f"started again in {place.delay:g} s ({self._count} of {self._most})"
+        text = f"started again in {place.delay:g} s ({self._counts[role]} of {self._most[role]})"
         place.delay = min(2 * place.delay, LATEST)
         return text
+
+    def is_due(self, name: str) -> bool:
+        """Whether a process is to be started again."""
+        return name in self._waiting
 
     @property
     def due(self) -> float | None:
@@ -72,4 +82,4 @@ class Restarts:
     def stop(self) -> None:
         """Start no process any more: the job ends."""
         self._waiting.clear()
-        self._most = 0
+        self._most = dict.fromkeys(self._most, 0)

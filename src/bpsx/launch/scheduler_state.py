@@ -30,7 +30,11 @@ class SchedulerState:
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[int]:
-        """Yield the descriptor for a scheduler that is started meanwhile."""
+        """Yield the descriptor for a scheduler that is started meanwhile.
+
+        What an earlier one has written stays.
+        """
+        self.close()
         self._descriptor, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._descriptor, False)
         try:
@@ -55,6 +59,18 @@ class SchedulerState:
         """Whether the scheduler is known to be waiting for nodes."""
         return "waiting\n" in (text := self.text()) and "running\n" not in text
 
+    def runs(self) -> int:
+        """Number of schedulers that have had a running job."""
+        return self.text().count("running\n")
+
+    def may_die(self) -> bool:
+        """Whether the running job would wait for another scheduler."""
+        return "may die\n" in self.text()
+
+    def over(self) -> bool:
+        """Whether a scheduler has ended by itself, and the job with it."""
+        return "over\n" in self.text()
+
     def freeze(self) -> None:
         """Ignore what the scheduler says from now on about the cause of the job's end.
 
@@ -78,7 +94,10 @@ class SchedulerState:
         return {int(words[3]) for words in lines if words[:2] == ["lost", "server"]}
 
     def close(self) -> None:
-        """Close the descriptor; what has been read stays."""
+        """Close the descriptor; what has been written stays."""
         if self._descriptor >= 0:
+            before = -1
+            while before != (before := len(self.text())):
+                pass
             os.close(self._descriptor)
             self._descriptor = -1

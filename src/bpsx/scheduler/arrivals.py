@@ -96,8 +96,13 @@ class Arriving(Surviving):
             "processes": self.processes,
             "again": self.again,
             "elastic": replaceable and not self._fixed_servers(),
-            "may_lose_scheduler": not elastic_is_off(self._given(), self.machines),
+            "may_lose_scheduler": self.may_lose_scheduler,
         }
+
+    @property
+    def may_lose_scheduler(self) -> bool:
+        """Whether the running job would wait for another scheduler."""
+        return not elastic_is_off(self._given(), self.machines)
 
     def _for_server(self, node: Node, first: int) -> dict[str, Any]:
         """What WELCOME tells a server, besides what it tells all. ``first``: its first lane."""

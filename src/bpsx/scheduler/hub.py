@@ -220,6 +220,7 @@ class Hub:
             self._socket.disable_monitor()
             self._context.destroy(500)
             os.close(self._wake)
+        self._tell_launcher("over")
         if self._members.survived:
             log.warning("the job is over: %s", self._members.failure)
         elif self._members.state is not JobState.DONE:
@@ -234,6 +235,8 @@ class Hub:
         self._gather()
         if self._members.state is JobState.RUNNING:
             self._tell_launcher("running")
+            if self._members.may_lose_scheduler and self._config.scheduler_wait > 0:
+                self._tell_launcher("may die")
             log.info("the job is complete: %s", names(self._members.present()))
             if self._exporter is not None:
                 self._send(self._observers.watch_for(1e9))
