@@ -545,6 +545,8 @@ class Link:
             self._ring()
             self._thread.join()
             self._thread = None
+        # They refer to the session, which refers to this link: neither would be freed at once.
+        self._report, self._resumed = None, lambda: None
         if not self._context.closed:
             self._socket.disable_monitor()
             self._context.destroy(500)
