@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 
-from support.jobs import TRANSPORTS, Job
+from cluster.test_server_deaths_compressed import _TRAINING as _COMPRESSED
+from cluster.test_server_deaths_compressed import Trained, environment, undisturbed
+from cluster.test_server_joins import check, training
+from support import jobs
+from support.jobs import TRANSPORTS
+
+
+class Job(jobs.Job):
+    """A job that outlives its scheduler."""
+
+    def __init__(self, *given: Any, env: dict[str, str] | None = None, **named: Any) -> None:
+        super().__init__(*given, env={"BPSX_ELASTIC": "servers", **(env or {})}, **named)
+
 
 _NUMPY = """
     import bpsx, numpy as np
@@ -365,3 +378,59 @@ def test_a_goodbye_waits_for_another_scheduler():
         counts(job, "second")
         job.start_scheduler(int(job.port))
         finished(job)
+
+
+# ---- servers that come late
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_server_that_came_late_outlives_the_scheduler(transport):
+    """It has not got any key before. Another one says HELLO while no scheduler is there."""
+    with training(60, transport, servers=2) as job:
+        job.workers[0].wait_for_line("2")
+        job.start_server(2)
+        job.scheduler.wait_for_line("server 2 (127.0.0.1, pid", count=2)  # comes, and has joined
+        kill(job.scheduler)
+        job.start_server(3)
+        start_again(job)
+        job.scheduler.wait_for_line("has joined", count=2)
+        for server in job.servers[:3]:
+            kill(server)
+        check(job, 60)
+        assert "term 3" in job.scheduler.text()
+        assert job.servers[3].wait() == 0, job.servers[3].text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_that_waits_for_a_server_outlives_the_scheduler(processes):
+    env = {"BPSX_ELASTIC_WAIT": "60", "BPSX_GATHER_GRACE": "1.5"}
+    more = {"workers": 2 * processes, "servers": 1, "processes": processes}
+    with Job(_STEPPING, env=env, **more) as job:
+        everywhere(job, "running")
+        kill(job.servers[0])
+        job.scheduler.wait_for_line("the last server, and the job waits")
+        kill(job.scheduler)
+        start_again(job)
+        job.scheduler.wait_for_line("the last server, and the job waits")
+        job.start_server(1)
+        job.scheduler.wait_for_line("has joined")
+        tell(job)
+        counts(job, "first")
+        tell(job)
+        counts(job, "second")
+        finished(job, servers=[1])
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "randomk"])
+def test_compressed_keys_outlive_the_scheduler(compressor):
+    """Residuals and counters are found again by the servers that take the keys over afterwards."""
+    env = environment(compressor, "tcp")
+    with Job(_COMPRESSED, workers=2, servers=3, env=env) as job:
+        for death in range(2):
+            for worker in job.workers:
+                worker.wait_for_line(str(6 * death + 2))
+            kill(job.scheduler)
+            kill(job.servers[death])
+            start_again(job)
+        assert Trained(job).hashes == undisturbed(compressor, 2)
+        assert "term 2" in job.scheduler.text()
