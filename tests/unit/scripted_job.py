@@ -263,7 +263,7 @@ class World:
 
     def __init__(self, workers: int = 2, servers: int = 2) -> None:
         self.workers_n, self.servers, self.now = workers, servers, 0.0
-        self.options = config(workers, servers, BPSX_ELASTIC="servers")
+        self.options = config(workers, servers, BPSX_ELASTIC="servers", BPSX_ELASTIC_WAIT=1)
         self.job = 77
         self.workers = [Worker(self, r) for r in range(workers)]
         self.nodes: list[Node] = [Server(self, s) for s in range(servers)]
@@ -288,6 +288,7 @@ class World:
             job,
             stall_warn=10,
             deadlock_after=30,
+            elastic_wait=1e9,
             wait=WAIT,
             grace=GRACE,
         )

@@ -168,3 +168,14 @@ def test_jobs_whose_servers_cannot_change_accept_none() -> None:
     assert "BPSX_ELASTIC=off" in refused["reason"]
     (_, refused), *_ = m.hello(b"x", hello("worker", 1, pid=7, config=config(2, 1)))
     assert refused["type"] == "REFUSED" and "only servers may join it now" in refused["reason"]
+
+
+def test_a_join_ends_while_the_job_waits_for_a_server() -> None:
+    """No server is there that could clear its marks."""
+    m = elastic(2, 1)
+    m.elastic_wait = 30.0
+    m.gone(b"s0", "cut")
+    assert not m.join(b"w0")
+    assert m.join(b"w1") == [(w, {"type": "ALL_JOINED", "last": 1}) for w in (b"w0", b"w1")]
+    welcome = dict(m.hello(b"l0", late_server(0)))[b"l0"]
+    assert (welcome["joined"], welcome["joins"]) == ([], 1)

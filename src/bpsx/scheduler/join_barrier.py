@@ -65,7 +65,14 @@ class Joins:
         if not self._clearing or generation != self.generation:
             return None
         self._awaited.discard(holder)
-        if self._awaited:
+        return self.over()
+
+    def over(self) -> int | None:
+        """Return what :meth:`cleared` would, if no holder has to clear its marks.
+
+        A job that has lost its last server, and waits for another, has no holders.
+        """
+        if not self._clearing or self._awaited:
             return None
         self.joined, self._clearing = {}, False
         self.generation += 1

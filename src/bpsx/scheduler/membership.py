@@ -245,6 +245,7 @@ class Membership(Arriving):
         out = (
             self._joins.join(node.rank, *self._present(), self._roots, self.processes)
             + self._notify_unjoined()
+            + self._release(self._joins.over())
         )
         return (
             out + self._send_adoptions(node.rank // self.processes) if self.processes > 1 else out
@@ -482,6 +483,7 @@ class Membership(Arriving):
             left = left_message(node)
             out += [(n.ident, left) for n in [*servers, *neighbours]]
             out += self._joins.left(*self._present()) + self._notify_unjoined()
+            out += self._release(self._joins.over())
         if not workers:
             if self.state is JobState.RUNNING and self._dead:
                 deaths = "; ".join(self._dead)

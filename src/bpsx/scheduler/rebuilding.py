@@ -307,11 +307,18 @@ class Rebuilding(Membership):
         ]
 
     def _lose_absent(self, absent: list[Node], now: float) -> list[Output]:
-        """Handle the loss of the servers that have not come back."""
+        """Handle the loss of the servers that have not come back.
+
+        If all are lost, keys move from each to the next, and the last one is replaced.
+        """
         out: list[Output] = []
-        for node in absent:
+        usable = self._roster.usable_servers()
+        others = [node for node in absent if any(s not in absent for s in usable)]
+        for node in others:
             self._remove(node)
         for node in absent:
+            if not others:
+                self._remove(node)
             if self.state is JobState.RUNNING:
                 text = f"{node} is gone: it did not come back after the scheduler's death"
                 out += self._lose_server(node, text, now)
@@ -378,7 +385,7 @@ class Rebuilding(Membership):
         }
         for rank in joined:
             out += self._joins.join(rank, *self._present(), self._roots, self.processes)
-        out += self._notify_unjoined()
+        out += self._notify_unjoined() + self._release(self._joins.over())
         for rank in joined:
             if rank in live and self.processes > 1:
                 out += self._send_adoptions(rank // self.processes)
