@@ -2,6 +2,8 @@
 
 * *server-gap*: kill -9. The longest step from then on, less the median step before.
 * *silent-gap*: SIGSTOP. The same, less the time in which silence is no death.
+* *scheduler-gap*: kill -9 of the scheduler. Steps go on; the median step while it is away against
+  those before, and after another one has taken over.
 * *bits*: the weights after a killed server against those of an undisturbed job.
 * *overhead*: rate, round of many tensors and latency, against the same with BPSX_ELASTIC=off.
 """
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WORKERS = 2
-CASES = ("server-gap", "silent-gap", "bits", "overhead")
+CASES = ("server-gap", "silent-gap", "scheduler-gap", "bits", "overhead")
 #: Model -> steps before a server is lost, and after.
 MODELS = {"digits": (60, 60), "large": (6, 6)}
 _INTERVAL, _TIMEOUT = 0.5, 2.0
 _SECONDS = 120.0
+#: Steps of which workers know at least, in a training without a fixed end.
+_AHEAD = 50
 _RATE_BYTES = 32 * 4_096_000
 
 
@@ -65,6 +69,9 @@ def run(options: argparse.Namespace) -> list[Case]:
         cases += [server_gap(model, options.transport, rng, turns) for model in MODELS]
     if "silent-gap" in wanted:
         cases += [silent_gap(model, options.transport, rng, (turns + 1) // 2) for model in MODELS]
+    if "scheduler-gap" in wanted:
+        away = 3.0 if options.quick else 10.0
+        cases += [scheduler_gap(model, options.transport, away) for model in MODELS]
     if "bits" in wanted:
         cases.append(bits(options.transport, rng, min(options.runs, 2 if options.quick else 10**6)))
     if "overhead" in wanted:
@@ -126,6 +133,56 @@ def silent_gap(model: str, transport: str, rng: random.Random, turns: int) -> Ca
         gaps.append(max(0.0, gap - _INTERVAL - _TIMEOUT))
     note = f"SIGSTOP: the same, less interval and timeout of heartbeats, {_INTERVAL + _TIMEOUT:g} s"
     return median_case(f"silent-gap-{model}", gaps, "s", target="<= 1", note=note)
+
+
+def scheduler_gap(model: str, transport: str, away: float) -> Case:
+    """Steps without a scheduler for ``away`` seconds, against those before and after."""
+    progress(f"scheduler-gap, {model}")
+    modules = dict.fromkeys(range(WORKERS), "bench.elastic_worker")
+    with Job(WORKERS, 2, transport, {"BPSX_ELASTIC": "servers"}, modules) as job:
+        assert job.scheduler is not None
+        job.ask("begin", model=model, steps=2 * _AHEAD)
+        job.ask("wait_for", count=MODELS[model][0], seconds=_SECONDS)
+        begun, steps = time.monotonic(), train_on(job, away, 2 * _AHEAD)
+        job.scheduler.kill()
+        job.scheduler.wait()
+        killed, steps = time.monotonic(), train_on(job, away, steps)
+        job.start_scheduler_again()
+        started = time.monotonic()
+        train_on(job, away, steps)
+        found = job.ask("end", timeout=_SECONDS + 10, seconds=_SECONDS)
+    if len({digest for _, digest in found}) > 1:
+        raise BenchError(f"{model}: workers have different weights")
+    times, _ = found[0]
+    spans = [(end, end - begin) for begin, end in zip(times, times[1:]) if begin >= begun]
+    without = [seconds for end, seconds in spans if killed < end <= started]
+    others = [seconds for end, seconds in spans if not killed < end <= started]
+    usual = statistics.median(others)
+    return Case(
+        f"scheduler-gap-{model}",
+        statistics.median(without) / usual,
+        "x",
+        target="<= 1.05",
+        samples=(max(without) / usual, max(others) / usual),
+        note=(
+            f"median of the {len(without)} steps without a scheduler, of the {len(others)} others"
+            f" ({1e3 * usual:.1f} ms); samples: the longest of both"
+        ),
+    )
+
+
+def train_on(job: Job, seconds: float, steps: int) -> int:
+    """Let a job train, whose workers have been told to make ``steps`` steps; returns how many now.
+
+    They never run out of steps.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if steps - min(job.ask("passed")) < _AHEAD:
+            steps += _AHEAD
+            job.ask("more", steps=_AHEAD)
+        time.sleep(0.01)
+    return steps
 
 
 def bits(transport: str, rng: random.Random, runs: int) -> Case:

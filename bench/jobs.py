@@ -273,6 +273,14 @@ class Job:
         self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
         self.servers = [self._role("bpsx.server", "server", i) for i in range(self._counts[1])]
 
+    def start_scheduler_again(self) -> None:
+        """Start another scheduler at the address of one that has ended."""
+        self.scheduler = self._role("bpsx.scheduler", "scheduler", 0)
+
+    def add_server(self) -> None:
+        """Start one more server, which joins the running job."""
+        self.servers.append(self._role("bpsx.server", "server", len(self.servers)))
+
     def _of_worker(self, index: int) -> dict[str, str]:
         """Return the variables of the worker ``index``."""
         machine, local_rank = divmod(index, self._processes)
