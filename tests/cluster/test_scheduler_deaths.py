@@ -421,6 +421,21 @@ def test_a_job_that_waits_for_a_server_outlives_the_scheduler(processes):
         finished(job, servers=[1])
 
 
+def test_a_server_that_has_to_end_waits_for_a_scheduler_to_let_it_go():
+    with Job(_STEPPING, workers=2, servers=3) as job:
+        everywhere(job, "running")
+        kill(job.scheduler)
+        job.servers[0].signal(signal.SIGTERM)
+        job.servers[0].wait_for_line("got SIGTERM")
+        start_again(job)
+        assert job.servers[0].wait() == 0, job.servers[0].text()
+        tell(job)
+        counts(job, "first")
+        tell(job)
+        counts(job, "second")
+        finished(job)
+
+
 @pytest.mark.parametrize("compressor", ["onebit", "randomk"])
 def test_compressed_keys_outlive_the_scheduler(compressor):
     """Residuals and counters are found again by the servers that take the keys over afterwards."""

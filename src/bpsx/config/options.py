@@ -646,8 +646,8 @@ OPTIONS: tuple[Option, ...] = (
         30.0,
         "seconds",
         "After SIGTERM: time for which servers and scheduler still serve workers that save, and"
-        " for which bpsx-run waits for its workers before it ends them. A second SIGTERM ends them"
-        " at once.",
+        " for which bpsx-run waits for its workers before it ends them. A server leaves earlier if"
+        " others can take its keys over. A second SIGTERM ends them at once.",
         _FAIL,
     ),
     Option(

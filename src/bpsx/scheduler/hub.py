@@ -470,6 +470,8 @@ class Hub:
             return self._members.moved(ident, message, time.monotonic())
         if kind == "CONNECTED":
             return self._members.connected(ident, message, time.monotonic())
+        if kind == "DEPART":
+            return self._members.depart(ident, message, time.monotonic())
         return self._members.bye(ident, message, time.monotonic())
 
     def _send(self, outputs: list[Output]) -> None:

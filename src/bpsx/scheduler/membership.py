@@ -19,8 +19,8 @@ from typing import Any
 from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
-from bpsx.scheduler.arrivals import Arriving
 from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.planned import Planned
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
@@ -32,7 +32,7 @@ _ASYNC = "BYTEPS_ENABLE_ASYNC"
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Arriving):
+class Membership(Planned):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).

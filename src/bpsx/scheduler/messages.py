@@ -1,9 +1,10 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
 A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
-CONNECTED, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR,
-ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, LEFT, LOST, END, GOODBYE. To a scheduler that was
-started again, a node sends AGAIN and KNOWN, and gets RESUMED: docs/internals/elastic-scheduler.md.
+CONNECTED, DEPART, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED,
+CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY, LEFT, LOST, END, GOODBYE. To a
+scheduler that was started again, a node sends AGAIN and KNOWN, and gets RESUMED:
+docs/internals/elastic-scheduler.md.
 
 For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
 WATCH, TRACE, and VIEW to the observer.
@@ -14,8 +15,8 @@ lost server (:data:`bpsx.planning.placement.Moves`); ``text``, which server was 
 its keys go; ``missed``, whether a sender had left before, so that no lane can take keys. Each
 worker that speaks to servers answers MOVED once its driver has moved.
 
-LANES, CONNECTED and GONE are about servers that join a running job.
-docs/internals/elastic-servers.md has their fields.
+LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about servers
+that leave it. docs/internals/elastic-servers.md and elastic-departures.md have their fields.
 
 The places in PLACED and ADOPT are those that were given out first, in any term. Workers apply the
 moves of all terms themselves, also to tensors that they declare later.
@@ -97,6 +98,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "MOVED": {"term": _POSITION, "partitions": (int, 0, 2**40), "again": (int, 0, 2**62)},
     #: A sender has connected to all lanes of a server that joins the running job, or ``failure``.
     "CONNECTED": {"server": _POSITION, "failure": _TEXT},
+    #: A server has to end and asks to leave the running job: the reply is GOODBYE or STAY.
+    "DEPART": {"why": _TEXT},
     "BYE": {"failure": _TEXT},
     "CLOCK": {"at": (int, 0, 2**63)},
     "STATS": {"at": (int, 0, 2**63), "values": (dict, 0, 64), "late": (list, 0, 65536)},

@@ -64,6 +64,9 @@ class Server:
         #: Whether this server has asked the scheduler to join, or has joined.
         self.introduced = False
         self._signal = 0
+        self._elastic = False  # whether the job may go on without this server
+        self._leaves = False  # a signal has asked this server to leave
+        self._asked = False  # this server has asked the scheduler to let it leave
         self._lanes: list[Lane] = []
         self._numbers = range(0)  # this server's lanes, as the job counts them
         self._threads: list[threading.Thread] = []
@@ -95,6 +98,7 @@ class Server:
                 for i, endpoint in enumerate(endpoints):
                     endpoint.join(welcome["job"], i)
             self._numbers = range(welcome["first"], welcome["first"] + len(lanes))
+            self._elastic = welcome["elastic"]
             self._joined = True
             self._reporter = Reporter(
                 config,
@@ -118,7 +122,7 @@ class Server:
                     tick=self._tick,
                     watch=[(self._broken.descriptor, self._broken.look)],
                     report=self._report,
-                    resumed=self._broken.restart,
+                    resumed=self._resume,
                 )
             # Whatever it is (no threads, no memory): without this the job would not learn that the
             # server has ended.
@@ -179,12 +183,27 @@ class Server:
 
     def _wait(self) -> None:
         while not self._over.wait(0.25):
+            if self._leaves and not self._asked:
+                self._asked = True
+                self._ask_to_leave()
+            if self._asked and self._link.goodbye.is_set() and not self._failure:
+                log.warning("other servers take the keys over; this one ends")
+                return
             if self._signal:
                 self._lost(f"ended by {signal.Signals(self._signal).name}")
                 return
             if self._failed.is_set():
                 self._over.wait(LINGER_SECONDS)
                 return
+
+    def _ask_to_leave(self) -> None:
+        self._link.send("DEPART", why="SIGTERM")
+
+    def _resume(self) -> None:
+        """The job has a scheduler again, which can explain broken connections."""
+        self._broken.restart()
+        if self._asked:
+            self._ask_to_leave()
 
     def _stop(self, link: Link) -> None:
         self._end_lanes()
@@ -209,6 +228,14 @@ class Server:
     def serving(self) -> bool:
         """Whether workers may need this server: it has joined, and the job has not failed."""
         return self._joined and not self._failure
+
+    def leave(self) -> bool:
+        """Ask the scheduler to let this server leave the running job; for a signal's handler.
+
+        Returns whether it may: then :meth:`run` ends as soon as others have taken the keys over.
+        """
+        self._leaves = self._elastic
+        return self._leaves
 
     def interrupt(self, signum: int) -> None:
         """Handle a signal: the job fails and reports the signal.
@@ -247,6 +274,11 @@ class Server:
             self._link.send("CLEARED", generation=message["generation"])
         elif kind == "TERM":
             self._begin_term(message["moves"], message["text"])
+        elif kind == "STAY":
+            log.warning(
+                "this server has to stay until the job ends or BPSX_TERM_GRACE is over: %s",
+                message["text"],
+            )
         elif kind == "LOST":
             self._lost(message["text"])
         elif kind == "END":
@@ -303,7 +335,9 @@ def main() -> int:
         introduce(config, join_host_port(config.root_uri, config.root_port))
         import_compressors(config.compressors)
         server = Server(config)
-        heed_signals("server", server.interrupt, lambda: server.serving, config.term_grace)
+        heed_signals(
+            "server", server.interrupt, lambda: server.serving, config.term_grace, server.leave
+        )
         if config.lifeline_fd >= 0:
             hold(config.lifeline_fd, server.orphaned)
         return server.run()

@@ -144,14 +144,20 @@ SCRIPT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def heed_signals(
-    role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float
+    role: str,
+    end: Callable[[signal.Signals], None],
+    serving: Callable[[], bool],
+    grace: float,
+    leave: Callable[[], bool] = lambda: False,
 ) -> None:
     """Install the signal handlers of a scheduler or a server, which workers may still need.
 
     Only for the main thread. SIGINT calls ``end``, unless the caller ignores SIGINT. SIGTERM calls
     ``end`` at once unless ``serving()``, else after ``grace`` seconds or on the second SIGTERM: a
-    batch system sends it to every process of a job, and workers then save. SIGHUP, SIGUSR1 and
-    SIGUSR2 are for scripts and are ignored. ``end`` runs in a signal handler.
+    batch system sends it to every process of a job, and workers then save. ``leave`` is called at
+    the first such SIGTERM and returns whether this process may leave the running job earlier.
+    SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and are ignored. ``end`` and ``leave`` run in a
+    signal handler.
     """
     waiting = False
 
@@ -160,10 +166,11 @@ def heed_signals(
         if number == signal.SIGTERM and not waiting and grace and serving():
             waiting = True
             signal.setitimer(signal.ITIMER_REAL, grace)
+            what = "leaves when others have its keys, and serves" if leave() else "serves"
             # Not through the log, which this handler may have interrupted.
             os.write(
                 2,
-                f"bpsx {role}: got SIGTERM: it serves workers for {grace:g} s more "
+                f"bpsx {role}: got SIGTERM: it {what} workers for {grace:g} s more "
                 "(BPSX_TERM_GRACE); a second SIGTERM ends it now\n".encode(),
             )
         else:

@@ -1,0 +1,210 @@
+"""Servers that get SIGTERM hand their keys over and end with status 0; no sum is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from deaths import OPERATIONS, Striking, Struck
+
+from cluster.test_server_deaths import undisturbed
+from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
+from cluster.test_server_deaths_compressed import STEPS, Trained, environment
+from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
+from cluster.test_server_joins import check, kill, launched, training
+from support.jobs import TRANSPORTS, Job, Process
+
+#: Each operation once, each transport several times.
+SOME = list(zip(itertools.cycle(TRANSPORTS), OPERATIONS))
+
+
+def left_well(server: Process) -> bool:
+    """Whether a server ends with status 0 because others have its keys."""
+    return server.wait() == 0 and "other servers take the keys over" in server.text()
+
+
+def ask_to_leave(server: Process) -> None:
+    """Send SIGTERM to a server, which may be stopped."""
+    server.signal(signal.SIGTERM)
+    server.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_leaves_in_the_middle_of_an_operation(transport, operation):
+    with Struck(operation, transport) as job:
+        job.begin()
+        ask_to_leave(job.servers[0])
+        assert left_well(job.servers[0]), job.everything()
+        job.resume(job.servers[0])
+        job.end_well(job.servers[0])
+        assert "leaves the job: SIGTERM; the job goes on with term 1" in job.scheduler.text()
+        assert "leaves the job: SIGTERM; the job goes on" in job.workers[0].text()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_servers_leave_a_training_one_after_the_other(transport):
+    """Two of three leave at random moments, in a job of three workers."""
+    steps, seed = 90, random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with training(steps, transport, workers=3, servers=3, BPSX_ELASTIC_WAIT="0") as job:
+        for server, step in zip(rng.sample(job.servers, 2), (5, 40)):
+            job.workers[rng.randrange(3)].wait_for_line(str(step))
+            ask_to_leave(server)
+            assert left_well(server), server.text()
+        check(job, steps)
+        assert "term 2: 3 workers have moved" in job.scheduler.text()
+
+
+@pytest.mark.parametrize(
+    ("transport", "compressor"), [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering")]
+)
+def test_compressed_keys_of_a_server_that_leaves(transport, compressor):
+    env = environment(compressor, transport)
+    with Job(COMPRESSED, workers=2, servers=3, env=env) as job:
+        for server, step in zip(job.servers, (STEPS // 3, 2 * STEPS // 3)):
+            job.workers[0].wait_for_line(str(step))
+            ask_to_leave(server)
+            assert left_well(server), server.text()
+        trained = Trained(job)
+    assert "term 2" in trained.scheduler
+    assert trained.hashes == undisturbed_compressed(compressor, 2)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_the_last_server_leaves_when_another_has_come(transport):
+    with training(40, transport) as job:
+        job.workers[0].wait_for_line("5")
+        ask_to_leave(job.servers[0])
+        job.servers[0].wait_for_line("has to stay until the job ends")
+        assert "no other server can take its keys over" in job.servers[0].text()
+        job.start_server(1)
+        assert left_well(job.servers[0]), job.servers[0].text()
+        check(job, 40)
+        assert job.servers[1].wait() == 0
+
+
+def test_the_last_server_ends_when_its_time_is_over():
+    """From then on it is a death, after which the job waits for another server."""
+    with training(10_000, "tcp", BPSX_TERM_GRACE="0.5", BPSX_ELASTIC_WAIT="0.5") as job:
+        job.workers[0].wait_for_line("5")
+        ask_to_leave(job.servers[0])
+        assert job.servers[0].wait() == 1
+        assert "got SIGTERM: it leaves when others have its keys" in job.servers[0].text()
+        for worker in job.workers:
+            assert worker.wait() == 1
+            assert "ended by SIGTERM; the job cannot go on without it" in worker.text()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_servers_are_asked_to_leave_at_once(transport):
+    """One of them stays. The job ends before its time is over."""
+    with Struck("many", transport, servers=3) as job:
+        job.begin()
+        for server in job.servers:
+            ask_to_leave(server)
+        job.await_line("ended")
+        job.end_well(terms=2)
+        left = [server for server in job.servers if "other servers take" in server.text()]
+        stayed = [server for server in job.servers if "has to stay" in server.text()]
+        assert len(left) == 2 and len(stayed) == 1, job.everything()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_server_is_killed_after_sigterm(transport):
+    """It may have left already, or not, or be about to."""
+    for _ in range(3):
+        with training(20, transport, servers=2, BPSX_ELASTIC_WAIT="0") as job:
+            job.workers[0].wait_for_line("5")
+            ask_to_leave(job.servers[0])
+            kill(job, 0)
+            check(job, 20)
+            assert "term 1" in job.scheduler.text()
+
+
+@pytest.mark.parametrize(("transport", "operation"), SOME)
+def test_a_server_leaves_while_it_takes_keys_over(transport, operation):
+    with Struck(operation, transport, servers=3) as job:
+        job.begin()
+        job.servers[0].signal(signal.SIGKILL)
+        job.await_line("goes on with term 1")
+        ask_to_leave(job.servers[1])
+        job.resume(*job.servers[:2])
+        assert left_well(job.servers[1]), job.everything()
+        job.end_well(*job.servers[:2], terms=2)
+
+
+class Uneven(Striking):
+    """A job whose second worker goes on for a while when the first has left."""
+
+
+_UNEVEN = """
+    import bpsx, numpy as np
+    bpsx.init()
+    bpsx.push_pull(np.ones(5000), name="x")
+    report("pushed")
+    first = bpsx.rank() == 0
+    if first:
+        bpsx.shutdown()
+    report("left")
+    hear()
+    if not first:
+        bpsx.shutdown()
+"""
+
+
+def test_a_server_stays_when_a_worker_has_left():
+    """That worker may have held results which others would need to hand keys over."""
+    env = {**TRANSPORTS["tcp"], "BPSX_ELASTIC": "servers"}
+    with Uneven(_UNEVEN, servers=2, env=env) as job:
+        job.await_line("left")
+        ask_to_leave(job.servers[0])
+        job.servers[0].wait_for_line("has to stay until the job ends")
+        assert "worker 0" in job.servers[0].text() and "has left" in job.servers[0].text()
+        job.go_on()
+        for process in job.processes:
+            assert process.wait() == 0, job.everything()
+
+
+def test_a_server_of_a_job_that_is_not_elastic_stays_as_before():
+    with Struck("small", "tcp", env={"BPSX_ELASTIC": "off"}) as job:
+        job.begin()
+        ask_to_leave(job.servers[0])
+        job.servers[0].wait_for_line("it serves workers for 30 s more")
+        job.resume()
+        job.end_well()
+
+
+def test_a_departure_is_quick():
+    """The weights are right, and no step waits for a time-out of some sort."""
+    with training(60, "tcp", servers=2, PS_HEARTBEAT_TIMEOUT="1000") as job:
+        job.workers[0].wait_for_line("20")
+        ask_to_leave(job.servers[1])
+        check(job, 60)
+    (line,) = [line for line in job.scheduler.errors if "workers have moved" in line]
+    assert float(line.split("bytes again, ")[1].split(" s ")[0]) < 1.0, line
+    assert undisturbed(2, 60) in str(job.workers[0].reports()[-1])
+
+
+def test_the_launcher_lets_a_server_leave(tmp_path: Path):
+    """It is no failure, and the server is not started again."""
+    steps = 60
+    os.mkfifo(tmp_path / "20")
+    run = launched(tmp_path, steps, "tcp", "--servers", "2", "--max-restarts", "9")
+    try:
+        run.wait_for_line("[worker 0] 10")
+        line = next(line for line in run.errors + run.lines if "arrived: server" in line)
+        os.kill(int(re.search(r"server \d+ \(.*?, pid (\d+)\)", line)[1]), signal.SIGTERM)
+        run.wait_for_line("other servers take the keys over")
+        (tmp_path / "20").write_text("")
+        assert run.wait() == 0, run.text()
+        assert sum(undisturbed(2, steps) in line for line in run.lines) == 2, run.text()
+        assert "started again" not in run.text() and "went on without" not in run.text()
+    finally:
+        run.end()
