@@ -197,6 +197,27 @@ def wait_for(process: subprocess.Popen[bytes], *lines: str) -> None:
         missing.discard(line.decode().rstrip("\n"))
 
 
+def role_pids(launcher: Launcher) -> dict[str, int]:
+    """Return the job's processes by role and worker id, as their environments say."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                pairs = dict(
+                    p.partition(b"=")[::2] for p in (entry / "environ").read_bytes().split(b"\0")
+                )
+                if (
+                    launcher.mark.split("=")[1].encode() == pairs.get(b"LAUNCHER_TEST")
+                    and b"DMLC_ROLE" in pairs
+                ):
+                    found[
+                        (pairs[b"DMLC_ROLE"] + b" " + pairs.get(b"DMLC_WORKER_ID", b""))
+                        .decode()
+                        .strip()
+                    ] = int(entry.name)
+    return found
+
+
 def words(*rest: str) -> list[str]:
     return [PY, "-m", "bpsx.launch", *rest]
 

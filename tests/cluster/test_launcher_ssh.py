@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import FOR_EVER, PY, TELL, Launcher, finish, launching, python, wait_for, words
+from launching import (
+    FOR_EVER,
+    PY,
+    TELL,
+    Launcher,
+    finish,
+    launching,
+    python,
+    role_pids,
+    wait_for,
+    words,
+)
 from sshd import Sshd, sshd
 
 SUM = (
@@ -318,6 +329,46 @@ signal.pause()
         "worker 0 127.0.0.1 was lost: the connection to 127.0.0.1 ended (ssh: status 255)" in line
         for line in err
     )
+
+
+_TRAINING = """
+import os, numpy, bpsx
+bpsx.init()
+x = numpy.zeros(70_000, "float32")
+def step():
+    global x
+    x += bpsx.push_pull(x / 8 + bpsx.rank(), name="x", average=False)
+for _ in range(10): step()
+print("running", flush=True)
+gate = os.environ["GATE"]
+while not bpsx.push_pull(numpy.array([os.path.exists(gate)], float), name="told")[0]: step()
+print("ends", x[0] == x[-1], flush=True)
+bpsx.shutdown()
+"""
+
+
+def test_a_far_server_that_dies_is_started_again(
+    launcher: Launcher, server: Sshd, tmp_path: Path
+) -> None:
+    """The job's only one. It is a process of another host, which bpsx-run knows as an ssh."""
+    gate = tmp_path / "gate"
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST\nHOST",
+        *("--max-restarts", "3", "--env", f"GATE:{gate}", PY, "-c", _TRAINING),
+        environment={"BYTEPS_LOG_LEVEL": "info"},
+    )
+    wait_for(job, "[worker 0 127.0.0.1] running", "[worker 1 127.0.0.1] running")
+    os.kill(role_pids(launcher)["server"], signal.SIGKILL)
+    gate.touch()  # no step ends without a server
+    status, out, err = finish(job)
+    assert status == 0, err
+    assert sorted(out) == [f"[worker {i} 127.0.0.1] ends True" for i in (0, 1)]
+    assert any("SIGKILL; started again in 0.5 s (1 of 3)" in line for line in err), err
+    assert any("has joined: all workers have connected to it" in line for line in err), err
+    died = "bpsx-run: server 0 127.0.0.1 was killed by SIGKILL"
+    assert f"{died}, and the job went on without it" in err
 
 
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:

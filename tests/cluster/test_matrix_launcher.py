@@ -4,14 +4,13 @@ nothing remains of the job.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from launching import PY, Launcher, finish, launching, local_words, wait_for
+from launching import PY, Launcher, finish, launching, local_words, role_pids, wait_for
 
 _SCRIPT = """
 import os, sys, time
@@ -41,27 +40,6 @@ _FAST = {
     "BPSX_GATHER_GRACE": "1",
     "BPSX_TERM_GRACE": "0.5",
 }
-
-
-def role_pids(launcher: Launcher) -> dict[str, int]:
-    """Return the job's processes by role and worker id, as their environments say."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                pairs = dict(
-                    p.partition(b"=")[::2] for p in (entry / "environ").read_bytes().split(b"\0")
-                )
-                if (
-                    launcher.mark.split("=")[1].encode() == pairs.get(b"LAUNCHER_TEST")
-                    and b"DMLC_ROLE" in pairs
-                ):
-                    found[
-                        (pairs[b"DMLC_ROLE"] + b" " + pairs.get(b"DMLC_WORKER_ID", b""))
-                        .decode()
-                        .strip()
-                    ] = int(entry.name)
-    return found
 
 
 def begin(launcher: Launcher, folder: Path, stage: str, *words: str):

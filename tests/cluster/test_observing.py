@@ -219,6 +219,37 @@ def test_top_in_a_terminal_puts_it_back_as_it_was(way):
     os.close(ours)
 
 
+def test_top_and_metrics_of_a_job_that_has_lost_processes_and_got_others():
+    """A server has died, another one has joined, and the scheduler is another one."""
+    env = {"BPSX_ELASTIC": "servers", "BPSX_METRICS_PORT": "0", "BYTEPS_LOG_LEVEL": "info"}
+    with looping(env=env, servers=2) as job:
+        job.start_server(2)
+        job.scheduler.wait_for_line("has joined")
+        for victim in (job.servers[0], job.scheduler):
+            victim.signal(signal.SIGKILL)
+            victim.wait()
+            job.workers[0].wait_for_line("is gone")
+        job.start_scheduler(int(job.port))
+        for worker in job.workers:
+            worker.wait_for_line("is back, after")
+            worker.lines.clear()
+            worker.wait_for_line("stepped")
+        view = json.loads(said(launcher(job, "top", "--once", "--json")))
+        url = "http" + job.scheduler.wait_for_line("metrics at http").split("http")[1]
+        with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
+            found = parse(answer.read().decode())
+        job.workers[0].say("")
+        assert [p.wait() for p in (*job.workers, job.scheduler)] == [0, 0, 0]
+    states = {n["pid"]: (n["role"], n["state"], bool(n["rates"])) for n in view["nodes"]}
+    assert states == {
+        **{worker.popen.pid: ("worker", "running", True) for worker in job.workers},
+        **{server.popen.pid: ("server", "running", True) for server in job.servers[1:]},
+        job.servers[0].popen.pid: ("server", "left", False),
+    }
+    assert (view["servers"], view["term"], view["servers_lost"], view["tensors"]) == (2, 1, 1, 2)
+    assert sum(found["bpsx_up"][1].values()) == 5
+
+
 # ---- metrics
 
 

@@ -80,6 +80,12 @@ class Arriving(Surviving):
         """Remove a node from all of the job's accounts."""
         raise NotImplementedError
 
+    @property
+    def servers_now(self) -> int:
+        """Number of servers: those in the running job, else those with which it begins."""
+        running = self.state is JobState.RUNNING
+        return len(self._roster.live_servers) if running else self.num_server
+
     # ---- coming
 
     def _bars_server(self, m: dict[str, Any]) -> str:

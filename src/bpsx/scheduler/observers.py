@@ -130,7 +130,7 @@ class Observers:
             "failure": members.failure,
             "missing": members.missing() if members.state is JobState.WAITING else [],
             "workers": members.size,
-            "servers": members.num_server,
+            "servers": members.servers_now,
             "host": self._host,
             "seconds": round(time.time() - self._started, 1),
             "tensors": len(members.registry) if members.registry is not None else 0,
