@@ -104,6 +104,46 @@ def test_a_run_that_ends_before_the_window_leaves_a_file_without_events(tmp_path
     )
 
 
+def test_deaths_and_newcomers_are_on_the_timeline(tmp_path):
+    """A server dies and another one joins; the scheduler dies and another one takes over."""
+    source = """
+for _ in range(3): step(10, 3000, 200_000)
+report("before")
+hear()
+for _ in range(3): step(10, 3000, 200_000)
+bpsx.shutdown()
+"""
+    options = tracing(tmp_path, BPSX_ELASTIC="servers")
+    with Job(STEPS + source, servers=2, **options) as job:
+        for worker in job.workers:
+            worker.wait_for_line("before")
+        job.servers[0].signal(signal.SIGKILL)
+        job.start_server(2)
+        job.scheduler.wait_for_line("workers have moved")
+        job.scheduler.wait_for_line("has joined")
+        job.scheduler.signal(signal.SIGKILL)
+        job.scheduler.wait()
+        job.start_scheduler(int(job.port))
+        for worker in job.workers:
+            worker.wait_for_line("is back, after")
+            worker.say("go")
+        assert [worker.wait() for worker in job.workers] == [0, 0], job.workers[0].text()
+    for i in range(2):
+        happened = {
+            e["name"]: e
+            for e in load(tmp_path / f"worker-{i}/0/comm.json")
+            if (e["pid"], e["tid"]) == ("Job", "events")
+        }
+        term, gone = happened["term 1"], happened["no scheduler"]
+        assert "server" in term["args"]["why"] and term["args"]["bytes_pushed_again"] == 0
+        assert term["args"]["partitions"] and gone["dur"] > 0
+        assert any(name.endswith("joins") for name in happened)
+    left = [load(path) for path in tmp_path.glob("server-*/comm.json")]
+    assert sorted("term 1" in {e["name"] for e in found} for found in left) == [False, True]
+    merged = timeline.merge(tmp_path)["traceEvents"]
+    assert sum(e["ph"] == "X" and e["name"] == "term 1" for e in merged) == 3
+
+
 def test_the_window_holds_its_steps_and_no_others(tmp_path):
     run(STEPS + "for _ in range(9): step()\nbpsx.shutdown()\n", **tracing(tmp_path, 3, 5))
     for name in files(tmp_path):

@@ -309,3 +309,21 @@ def test_the_file_names_its_process(tmp_path):
         "pid": 7,
     }
     assert load(path) == []
+
+
+def test_marks_lie_within_the_recording_and_do_not_overlap() -> None:
+    estimates = [timeline.Estimate(0, 0, 0)]
+    made = [{"ts": 100, "dur": 100}, {"ts": 150, "dur": 200}]
+    marks = [
+        timeline.Mark(1_000 * begin, 1_000 * end, name, {"why": "x"})
+        for begin, end, name in [
+            (10, 99, "early"),
+            (90, 120, "a"),
+            (110, 160, "b"),
+            (351, 360, "z"),
+        ]
+    ]
+    a, b = timeline.mark_events(marks, estimates, made)
+    assert (a["name"], a["ts"], a["dur"], a["args"]) == ("a", 90, 30, {"why": "x"})
+    assert (b["name"], b["ts"], b["dur"], b["args"]) == ("b", 120, 40, {"why": "x", "begun": 110})
+    assert timeline.mark_events(marks, estimates, []) == []

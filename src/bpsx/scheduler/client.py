@@ -52,6 +52,7 @@ class Link(Entering):
         self._report: Callable[[], Report] | None = None
         self._resumed: Callable[[], None] = lambda: None
         self._gone_at = 0.0  # when the connection ended
+        self.gone_ns = 0  # the same, in ns of the monotonic clock
         self._connect_at = -1.0  # when to connect the present socket; negative: it is done
         self._warned = ""  # the latest warning about schedulers that do not fit
         self._thread: threading.Thread | None = None
@@ -201,7 +202,7 @@ class Link(Entering):
         before = self._state
         self._move(LinkEvent.CONNECTION_ENDED)
         if before is LinkState.CONNECTED:
-            self._gone_at = time.monotonic()
+            self._gone_at, self.gone_ns = time.monotonic(), time.monotonic_ns()
             if self.outlives_scheduler:
                 log.warning(
                     "the %s is gone: its connection broke; steps go on without it, and the job"

@@ -38,6 +38,7 @@ from bpsx.system.host import (
     require_trust,
 )
 from bpsx.system.logs import configure
+from bpsx.telemetry._recorder import monotonic_ns
 from bpsx.telemetry.reporter import Reporter
 from bpsx.transports import open_endpoint
 from bpsx.transports.base import Endpoint
@@ -273,7 +274,7 @@ class Server:
                 lane.all_joined()
             self._link.send("CLEARED", generation=message["generation"])
         elif kind == "TERM":
-            self._begin_term(message["moves"], message["text"])
+            self._begin_term(message["term"], message["moves"], message["text"])
         elif kind == "STAY":
             log.warning(
                 "this server has to stay until the job ends or BPSX_TERM_GRACE is over: %s",
@@ -286,7 +287,7 @@ class Server:
         else:
             self._reporter.handle(message)
 
-    def _begin_term(self, moves: list[Any], text: str) -> None:
+    def _begin_term(self, term: int, moves: list[Any], text: str) -> None:
         """Go on without the servers whose lanes ``moves`` names, or end if this is one of them.
 
         The lanes learn from the workers which keys they get.
@@ -295,6 +296,7 @@ class Server:
             self._lost(f"this server has been replaced: {text}")
         else:
             log.info("%s", text)
+            self._reporter.mark(f"term {term}", monotonic_ns(), why=text)
 
     def _report(self) -> Report:
         """What another scheduler has to know, after the one before has died."""

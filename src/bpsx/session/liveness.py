@@ -18,6 +18,7 @@ from bpsx.session.declarations import Declarations
 from bpsx.session.lanes import Lanes
 from bpsx.session.late_servers import LateServers
 from bpsx.session.states import OVER, Event, Life
+from bpsx.telemetry._recorder import monotonic_ns
 
 log = logging.getLogger("bpsx.session.session")
 
@@ -37,6 +38,7 @@ class Liveness(Declarations):
         self._failure = ""  # why the job has failed
         # None: this process does not speak to servers, or they cannot change.
         self._late: LateServers | None = None
+        self._begun: dict[int, tuple[int, str]] = {}  # terms that this process moves to: when, why
 
     @property
     def state(self) -> Life:
@@ -89,6 +91,8 @@ class Liveness(Declarations):
 
     def _resume(self) -> None:
         """The job has a scheduler again, which can explain broken connections."""
+        assert self._link is not None
+        self.reporter.mark("no scheduler", self._link.gone_ns)
         self._lanes.restart()
         self._send_unanswered()
         if self._late is not None:
@@ -123,6 +127,7 @@ class Liveness(Declarations):
             self._begin_term(message["term"], message["moves"], message["text"], missed)
         elif kind == "LANES" and self._late is not None:
             log.info("%s joins the running job", message["name"])
+            self.reporter.mark(f"{message['name']} joins", monotonic_ns())
             self._decisions.come(message)
             self._late.come(message)
         elif kind == "GONE":
@@ -154,7 +159,9 @@ class Liveness(Declarations):
         log.warning("%s", text)
         self._decisions.terms.append((term, moves, text, missed))
         if not self._near.has_lanes:
+            self.reporter.mark(f"term {term}", monotonic_ns(), why=text)
             return
+        self._begun[term] = monotonic_ns(), text
         self._lanes.lose((lane for lane, _ in moves), text)
         self._core.begin_term(
             term, [(lane, [(to, base) for to, base in targets]) for lane, targets in moves], missed
@@ -166,6 +173,10 @@ class Liveness(Declarations):
             return
         for term, partitions, again in self._core.take_moved():
             self._decisions.moved = (term, partitions, again)
+            begun, why = self._begun.pop(term, (monotonic_ns(), ""))
+            self.reporter.mark(
+                f"term {term}", begun, why=why, partitions=partitions, bytes_pushed_again=again
+            )
             self._link.send("MOVED", term=term, partitions=partitions, again=again)
 
     def _say_heard(self) -> None:

@@ -32,6 +32,8 @@ BURST, BURST_EVERY = 8, 10.0
 #: Once a tensor has passed the last step, the others have this many seconds to follow before the
 #: file is written without them.
 PATIENCE = 10.0
+#: Marks of one recording.
+_MOST_MARKS = 4096
 Send = Callable[..., None]
 
 
@@ -44,6 +46,7 @@ class _Recording:
         self.unwritten = True
         self.first_done = 0.0
         self._chunks: list[bytes] = []
+        self.marks: list[timeline.Mark] = []
         # Tensor, or key on a server -> its last finished step.
         self._latest: dict[int | str, int] = {}
 
@@ -200,6 +203,17 @@ class Reporter:
                             begin, monotonic_ns(), key, nbytes, step, timeline.TOTAL, recording.flag
                         )
                     )
+
+    def mark(self, name: str, begin: int, **args: Any) -> None:
+        """Record that something has happened to the job, from ``begin`` until now.
+
+        ``begin``: as in :meth:`copied`. ``args``: what a viewer shows besides ``name``.
+        """
+        made = timeline.Mark(begin, monotonic_ns(), name, args)
+        with self._lock:
+            for recording in (self._window, self._live):
+                if recording is not None and len(recording.marks) < _MOST_MARKS:
+                    recording.marks.append(made)
 
     # ---- the control thread
 
@@ -404,6 +418,7 @@ class Reporter:
         path = recording.path
         try:
             made = timeline.events(list(timeline.unpack(data)), self.names, estimates)
+            made += timeline.mark_events(recording.marks, estimates, made)
             path = timeline.write_own(path, timeline.document(made, about), about)
         except OSError as e:
             log.error("cannot write the timeline %s (BYTEPS_TRACE_DIR): %s", path, e)

@@ -44,6 +44,8 @@ NAMES: dict[int, str] = {
     ROUND: "ROUND",
 }
 FILE = "comm.json"
+#: Row of what happens to the job.
+JOB = "Job"
 #: Likely reason for a timeline without events, for messages.
 NO_EVENTS = (
     "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its number of"
@@ -134,6 +136,39 @@ def events(
                 made[-1].update(ts=ts, dur=end - ts)
             busy[tensor] = end
     return sorted(made, key=lambda e: (e["ts"], -e["dur"]))
+
+
+class Mark(NamedTuple):
+    """Something that has happened to the job. Times as in :class:`Record`."""
+
+    begin: int
+    end: int
+    name: str
+    args: dict[str, Any]
+
+
+def mark_events(
+    marks: Sequence[Mark], estimates: list[Estimate], made: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Convert the marks that lie within the time of the events ``made``.
+
+    One that began while an earlier one lasted is drawn from that one's end on, as events of one row
+    must not overlap. ``args.begun`` then has its begin.
+    """
+    if not made:
+        return []
+    first, last = made[0]["ts"], max(e["ts"] + e["dur"] for e in made)
+    found: list[dict[str, Any]] = []
+    busy = 0
+    for mark in sorted(marks, key=lambda m: (m.end, m.begin)):
+        ts, end = ((t + offset_at(estimates, t)) // 1000 for t in (mark.begin, mark.end))
+        if ts <= last and end >= first:
+            args = {**mark.args, "begun": ts} if ts < busy else mark.args
+            ts = max(ts, busy)
+            event = {"name": mark.name, "ts": ts, "dur": end - ts, "args": args}
+            found.append({"ph": "X", "pid": JOB, "tid": "events", **event})
+            busy = end
+    return found
 
 
 def document(made: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
