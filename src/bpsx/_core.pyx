@@ -25,7 +25,7 @@ from bpsx.core.loop cimport (
     background, codec_thread, end_all, pause, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport (
-    ENDED, RELEASED, EndCallback, Lane, Move, OnGpu, Partition, Server, Target, Task, Term,
+    ENDED, RELEASED, EndCallback, Lane, Move, OnGpu, Partition, Server, Target, Task, Term, Told,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.late cimport allocate_lanes, count_living
@@ -48,7 +48,7 @@ from bpsx.system.sync cimport (
 )
 from bpsx.core.trace.watch cimport Watch
 from bpsx.core.transitions cimport move_task
-from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
+from bpsx.core.wire cimport MOST_CLASSES, NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
 from bpsx.core._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
@@ -457,30 +457,45 @@ cdef class Core:
         """Readable when :meth:`take_moved` has something to return; -1: the core is not elastic."""
         return self.c.moving.told
 
-    def begin_term(self, uint32_t term, list moves not None, bint missed=False) -> None:
-        """Hand the loss of lanes to the driver; any thread.
+    def begin_term(
+        self, uint32_t term, list moves not None, bint missed=False, list yields not None=[]
+    ) -> None:
+        """Hand the loss of lanes, or slots that lanes yield, to the driver; any thread.
 
         ``moves``: pairs of a lost lane and its targets, which are pairs of a lane and its first
         slot: see docs/internals/elastic.md. ``missed``: a worker has left before, so that nobody
-        waits for the keys to be taken. Raises :class:`ValueError` for lanes that do not exist.
+        waits for the keys to be taken. ``yields``: for lanes that live, triples of the lane, the
+        number of its slots, and their at most 64 targets; those on the lane itself stay. Raises
+        :class:`ValueError` for lanes that do not exist.
         """
         if not self.c.settings.elastic or self.c.endpoint.drop == NULL:
             raise ValueError("this core cannot move partitions to other lanes")
-        tell_term(&self.c, self._new_term(term, moves, missed))
+        lost = [(lane, 0xFFFFFFFF, list(targets)) for lane, targets in moves]
+        given = [(lane, limit, list(targets)) for lane, limit, targets in yields]
+        tell_term(&self.c, self._new_term(term, lost, missed, given))
 
-    cdef Term *_new_term(self, uint32_t number, list moves, bint missed) except NULL:
+    cdef Term *_new_term(
+        self, uint32_t number, list lost, bint missed, list yields
+    ) except NULL:
         cdef Term *term = <Term *>calloc(1, sizeof(Term))
         cdef uint32_t i
+        cdef list moves = lost + yields
+        told = sorted({to for lane, _, targets in moves for to, _ in targets if to != lane})
         if term != NULL:
             term.moves = <Move *>calloc(max(len(moves), 1), sizeof(Move))
-        if term == NULL or term.moves == NULL:
+            term.told = <Told *>calloc(max(len(told), 1), sizeof(Told))
+        if term == NULL or term.moves == NULL or term.told == NULL:
             free_term(term)
             raise MemoryError("no memory for a term")
-        term.number, term.missed = number, missed
+        term.number, term.missed, term.n_told = number, missed, <uint32_t>len(told)
         try:
-            for i, (lane, targets) in enumerate(moves):
+            for i, to in enumerate(told):
+                term.told[i].lane = to
+            for i, (lane, limit, targets) in enumerate(moves):
                 term.n = i + 1
-                self._fill_move(&term.moves[i], lane, list(targets))
+                term.moves[i].term, term.moves[i].limit = number, limit
+                term.moves[i].yields = i >= <uint32_t>len(lost)
+                self._fill_move(&term.moves[i], lane, targets)
         except BaseException:
             free_term(term)
             raise
@@ -488,6 +503,8 @@ cdef class Core:
 
     cdef _fill_move(self, Move *move, uint32_t lane, list targets):
         cdef uint32_t i
+        if move.yields and len(targets) > MOST_CLASSES:
+            raise ValueError(f"lane {lane} yields to {len(targets)} targets; at most 64 may be")
         lanes = [lane]
         for target, _ in targets:
             lanes.append(target)
@@ -498,7 +515,8 @@ cdef class Core:
             raise MemoryError("no memory for a term")
         move.lane, move.n = lane, <uint32_t>len(targets)
         for i, (target, base) in enumerate(targets):
-            move.targets[i].lane, move.targets[i].base = target, base
+            # Relative to the target's slots, so it may be negative: slots are counted modulo 2**32.
+            move.targets[i].lane, move.targets[i].base = target, base & 0xFFFFFFFF
 
     def take_moved(self) -> list:
         """Return the terms whose keys have all been taken since the last call, the oldest first.

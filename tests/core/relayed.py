@@ -1,8 +1,8 @@
 """Real cores and real lanes whose messages a test passes on, one at a time, in any order.
 
-A :class:`Script` also plays the scheduler: it loses lanes, tells workers of terms, and lets workers
-join. All that it does is chosen by a seed. As cores and lanes have threads of their own, a seed
-repeats a run only roughly.
+A :class:`Script` also plays the scheduler: it loses lanes, lets others get keys while the job runs,
+tells workers of terms, and lets workers join. All that it does is chosen by a seed. As cores and
+lanes have threads of their own, a seed repeats a run only roughly.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Worker:
         self.todo: list[tuple[int, Round]] = []  # of this generation
         self.begun: list[tuple[Round, Any, Any, Any]] = []
         self.joined = False
+        self.terms: list[int] = []  # those whose keys have all been taken
         self.mail: deque[Callable[[], None]] = deque()  # from the scheduler, in order
 
     def begin(self) -> None:
@@ -122,6 +123,11 @@ class Worker:
         """Go on after a join."""
         self.core.all_joined()
         self.joined = False
+
+    def moved(self) -> int:
+        """The latest term whose keys have all been taken."""
+        self.terms += [term for term, *_ in self.core.take_moved()]
+        return self.terms[-1] if self.terms else 0
 
     def reap(self) -> bool:
         """Note the outcomes that have arrived; returns whether there are any."""
@@ -148,6 +154,7 @@ class Script:
         tensors: int = 5,
         generations: int = 2,
         losses: int = 2,
+        newcomers: int = 0,
         reorder: float = 0.0,
         **options: bool,
     ) -> None:
@@ -158,7 +165,10 @@ class Script:
         self.threads = [threading.Thread(target=lane.run) for lane in self.lanes]
         for thread in self.threads:
             thread.start()
-        self.placement, self.reorder = Placement([1] * lanes), reorder
+        self.placement, self.reorder = Placement([1] * (lanes - newcomers)), reorder
+        for _ in range(newcomers):
+            self.placement.reserve(1)
+        self.newcomers, self.balances = list(range(lanes - newcomers, lanes)), 0
         self.living, self.dead, self.zombies = set(range(lanes)), set[int](), set[int]()
         self.term = 0
         self.losses, self.generations, self.generation = losses, generations, 0
@@ -273,6 +283,25 @@ class Script:
             worker.mail.append(lambda one=worker, term=self.term: one.core.begin_term(term, moves))
         self._cleared(lane)
 
+    def balance(self) -> None:
+        """Let a newcomer get keys of the others."""
+        newcomer = self.newcomers.pop(0)
+        in_use = self.living - set(self.newcomers)
+        self.placement.admit(newcomer, dict.fromkeys(in_use, 1 / len(in_use)))
+        yields, _ = self.placement.balance()
+        if not yields:
+            return
+        self.term += 1
+        self.balances += 1
+        for worker in self.workers:
+            worker.mail.append(
+                lambda one=worker, term=self.term: one.core.begin_term(term, [], False, yields)
+            )
+
+    def _settled(self) -> bool:
+        """Whether all workers have said of all terms that their keys have been taken."""
+        return all(worker.moved() == self.term for worker in self.workers)
+
     # ---- the run
 
     def _choices(self) -> list[Callable[[], Any]]:
@@ -300,11 +329,18 @@ class Script:
         return self.generation >= self.generations
 
     def _lose_some(self) -> None:
-        """Lose a lane now and then, more often while workers join."""
-        likely = 0.2 if self.uncleared else 0.02
-        if self.losses and len(self.living) > 1 and self.rng.random() < likely:
+        """Lose a lane now and then, more often while workers join or keys move.
+
+        Newcomers get keys as often, but only while no other keys move.
+        """
+        moving = self.newcomers and self.rng.random() < 0.1 and not self._settled()
+        likely = 0.2 if self.uncleared or moving else 0.02
+        in_use = sorted(self.living - set(self.newcomers))
+        if self.losses and len(in_use) > 1 and self.rng.random() < likely:
             self.losses -= 1
-            self.lose(self.rng.choice(sorted(self.living)), dead=self.rng.random() < 0.6)
+            self.lose(self.rng.choice(in_use), dead=self.rng.random() < 0.6)
+        if self.newcomers and self.rng.random() < likely and self._settled():
+            self.balance()
 
     def _pass(self, queue: deque[_Message], end: LoopbackEndpoint, peer: int) -> None:
         late = len(queue) > 1 and self.rng.random() < self.reorder
@@ -325,7 +361,7 @@ class Script:
                 self.rng.choice(choices)()
                 self._lose_some()
                 idle = 0.0
-            elif self._over() and not moved and idle > 0.02:
+            elif self._over() and not moved and idle > 0.02 and self._settled():
                 break
             elif not moved:
                 threading.Event().wait(0.001)
@@ -343,8 +379,8 @@ class Script:
         wrong = [text for round_ in self.rounds if (text := round_.wrong())]
         assert not wrong, wrong[:3]
         for worker in self.workers:
-            terms = [term for term, _, _ in worker.core.take_moved()]
-            assert terms == list(range(1, self.term + 1)), terms
+            assert worker.moved() == self.term
+            assert worker.terms == list(range(1, self.term + 1)), worker.terms
             assert worker.core.outstanding == 0
         counts = [part.counters() for part in (*(w.core for w in self.workers), *self.lanes)]
         assert all(count["malformed"] == 0 for count in counts), counts

@@ -135,7 +135,7 @@ def test_an_unanswered_push_is_logged_and_pushed_again_with_the_same_bytes(rigs)
     assert (again.body, again.round, again.slot, again.term) == (push.body, 1, 20 + 9, 1)
     entries = [(1, 3, first.body), (2, 3, push.body)]
     assert r.logged(push, 0, unanswered=2) == entries and r.logged(push, 0) == entries[:1]
-    r.send(w.ANSWER, push, push.body or b"", round=1, slot=2)
+    r.send(w.ANSWER, again, push.body or b"", round=1, slot=2)
     handle.wait(60)
     assert r.core.gauges()["logged"] == 2 * len(push.body or b"")
 

@@ -18,6 +18,10 @@ KINDS = {
     "scheduled": {"workers": 2, "scheduled": True},
     "overtaking": {"workers": 2, "reorder": 0.2},
     "many losses": {"workers": 2, "lanes": 6, "losses": 5},
+    "newcomers": {"workers": 2, "lanes": 5, "newcomers": 3, "losses": 0},
+    "three workers and newcomers": {"workers": 3, "tensors": 8, "newcomers": 2, "lanes": 5},
+    "newcomers, overtaking": {"workers": 2, "lanes": 6, "newcomers": 3, "reorder": 0.3},
+    "newcomers, scheduled": {"workers": 2, "lanes": 5, "newcomers": 3, "scheduled": True},
 }
 
 

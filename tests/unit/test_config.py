@@ -74,6 +74,7 @@ REFUSED = {
     "BPSX_ELASTIC_WAIT": "-1",
     "BPSX_ELASTIC_LOG": "0",
     "BPSX_SCHEDULER_WAIT": "-1",
+    "BPSX_ELASTIC_BALANCE": "2",
     "BPSX_STATE_FD": "-2",
     "BPSX_LIFELINE_FD": "-2",
     "BPSX_SHUTDOWN_TIMEOUT": "soon",

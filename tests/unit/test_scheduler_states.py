@@ -262,6 +262,25 @@ def job_that_outlives_servers() -> None:
     assert m.state is JobState.DONE and m.terms.state is Handover.SETTLED
 
 
+def job_that_gets_more_servers() -> None:
+    m = elastic(2, 1)
+    for n in range(8):
+        m.declare(b"w0", declare(f"t{n}", [100_000]))
+    for n in (0, 1):
+        m.hello(b"l%d" % n, late_server(n))
+        for who in (b"w0", b"w1"):
+            m.connected(who, {"server": n + 1, "failure": ""}, 1.0)
+        for who in (b"w0", b"w1"):
+            m.moved(who, {"term": n + 1, "partitions": 0, "again": 0}, 2.0)
+        if n == 0:
+            m.settle(60.0)
+        assert m.terms.number == n + 1
+    m.hello(b"l2", late_server(2))
+    for who in (b"w0", b"w1"):
+        m.connected(who, {"server": 3, "failure": ""}, 3.0)
+    assert m.terms.number == 3
+
+
 def job_that_runs_out_of_servers() -> None:
     m = elastic(2, 1)
     m.elastic_wait = 30.0
@@ -291,6 +310,7 @@ def job_that_outlives_its_scheduler() -> None:
 def test_each_row_of_the_tables_happens(taken):
     job_that_forms_with_difficulty()
     job_whose_workers_disagree()
+    job_that_gets_more_servers()
     job_whose_workers_join()
     job_that_outlives_a_worker()
     job_that_outlives_servers()

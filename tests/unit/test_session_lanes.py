@@ -40,9 +40,13 @@ class Core:
         self.moved: list[tuple[int, int, int]] = []
 
     def begin_term(
-        self, term: int, moves: list[tuple[int, list[tuple[int, int]]]], missed: bool
+        self,
+        term: int,
+        moves: list[tuple[int, list[tuple[int, int]]]],
+        missed: bool,
+        yields: list[tuple[int, int, list[tuple[int, int]]]],
     ) -> None:
-        self.terms.append((term, moves, missed))
+        self.terms.append((term, moves, missed, yields))
 
     def take_moved(self) -> list[tuple[int, int, int]]:
         found, self.moved = self.moved, []
@@ -194,7 +198,7 @@ def test_a_term_goes_to_the_core_and_explains_broken_connections(
     ours, core, link, lanes = session(True)
     lanes.note_mute(2)
     ours._handle(TERM)
-    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])], False)]
+    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])], False, [])]
     assert lanes.verdict() == ""
     assert said == [(logging.WARNING, TEXT)]
     ours._tell_moved()

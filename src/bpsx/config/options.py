@@ -595,6 +595,17 @@ OPTIONS: tuple[Option, ...] = (
         _FAIL,
     ),
     Option(
+        "elastic_balance",
+        "BPSX_ELASTIC_BALANCE",
+        flag,
+        True,
+        FLAG,
+        "Read by the scheduler. When a server has joined the running job, the others give it keys"
+        " until each has its share of the bytes. 0: it gets new tensors, and the keys of servers"
+        " that are lost later.",
+        _FAIL,
+    ),
+    Option(
         "stall_warn",
         "BPSX_STALL_WARN_SECONDS",
         number(0.1),

@@ -147,9 +147,9 @@ cdef inline int take_snapshot(
     """
     cdef Partition *p
     cdef Backup *b
-    if h.cookie >= c.table.n:
+    if <uint32_t>h.cookie >= c.table.n:
         return -1
-    p = c.table.at[h.cookie]
+    p = c.table.at[<uint32_t>h.cookie]
     if (
         p.key != h.key or p.lane != m.peer or p.packed == NULL or p.packed.light
         or h.length != server_state_bytes(p.packed)

@@ -1,5 +1,6 @@
-# Terms: the partitions of a lost lane move to the lanes that take its slots over, and rounds under
-# way are pushed again. docs/internals/elastic.md describes the protocol.
+# Terms: the partitions of a lost lane, or those that a lane yields, move to the lanes that take
+# their slots, and rounds under way are pushed again. docs/internals/elastic.md and
+# elastic-balance.md describe the protocol.
 #
 # Only the driver calls these functions.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -11,16 +12,17 @@ from bpsx.core.keep cimport forget_kept
 from bpsx.core.late cimport count_living, end_lane
 from bpsx.core.logs cimport describe, has_backup
 from bpsx.core.partition cimport (
-    END, PULL, PUSH, Kept, Lane, LogEntry, Move, Partition, Snapshot, Target, Term, wire_of,
+    END, PULL, PUSH, Kept, Lane, LogEntry, Move, Partition, Snapshot, Term, wire_of,
 )
+from bpsx.core.queue cimport heap_push
 from bpsx.core.send cimport push_bytes, put_register, register_size
 from bpsx.core.stage cimport enter, fail_core
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_PROTOCOL
-from bpsx.core.targets cimport resolve
+from bpsx.core.targets cimport attach, count_have, resolve, target_of, term_under_way
 from bpsx.core.wire cimport (
-    FETCH, GIVE, HAVE, HAVES, HEADER_BYTES, INLINE, KEPT, LOAD, LOG, STATE, WAITS, Coded, Header,
-    LogHead, header_init, padded,
+    FETCH, GIVE, HAVE, HAVES, HEADER_BYTES, INLINE, KEPT, LOAD, LOG, STATE, WAITS, YIELD, Coded,
+    Header, LogHead, header_init, padded,
 )
 from bpsx.system.sync cimport lock, unlock
 
@@ -95,40 +97,125 @@ cdef inline void send_have(Core *c, Partition *p, bint waits) noexcept nogil:
         memcpy(at, &coded, sizeof(Coded))
         at += sizeof(Coded)
     send_frame(c, p.lane, frame, at)
-    c.lanes.at[p.lane].haves += 1
     free(frame)
 
 
-cdef inline void send_haves(Core *c, Term *term, uint32_t peer) noexcept nogil:
+cdef inline void send_haves(Core *c, uint32_t term, uint32_t peer, uint32_t haves) noexcept nogil:
     """Say that all HAVEs of a term have been sent to a lane."""
     cdef Header h
     header_init(&h, HAVES, c.settings.job, c.settings.rank)
     h.flags = INLINE
-    h.term = term.number
-    h.cookie = c.lanes.at[peer].haves
+    h.term, h.cookie = term, haves
     send_frame(c, peer, <char *>&h, <char *>&h + HEADER_BYTES)
 
 
-cdef inline void move(Core *c, Term *term, Partition *p) noexcept nogil:
-    """Move a partition of a lost lane; push its round again if it has not been answered."""
+cdef inline void tell_haves(Core *c) noexcept nogil:
+    """Send HAVES of all terms, once every lane has yielded what it had to.
+
+    Before, partitions may still come from such a lane, in any of these terms.
+    """
+    cdef Term *term = c.moving.terms
+    cdef uint32_t i, peer
+    while c.moving.yielding == 0 and term != NULL:
+        for i in range(0 if term.said else term.n_told):
+            peer = term.told[i].lane
+            if not c.lanes.at[peer].lost:
+                c.lanes.at[peer].untaken += not term.missed
+                c.moving.untaken += not term.missed
+                send_haves(c, term.number, peer, term.told[i].haves)
+        term.said = True
+        term = term.next
+
+
+cdef inline void announce(Core *c, Partition *p) noexcept nogil:
+    """A partition has moved: push its round again if it has not been answered."""
     cdef bint unanswered = p.stage == PUSH or p.stage == PULL
-    resolve(c, p)
+    cdef Term *term = term_under_way(c, p.term)
     p.registered = False
     if not unanswered and received(p) == 0 and not has_backup(p):
         return                  # no other worker can have more of it, and this one needs nothing
-    term.partitions += 1
     # A transfer of compression state is no round, and changes nothing if it happens twice.
     send_have(c, p, unanswered and not p.is_codec_state)
+    if term != NULL:
+        count_have(term, p.lane)
+        term.partitions += 1
+        term.again += HEADER_BYTES + push_bytes(p) if unanswered else 0
     if unanswered:
-        term.again += HEADER_BYTES + push_bytes(p)
         p.stage_index = <uint8_t>place_of_push(p)
         enter(c, p)
 
 
-cdef inline void lose_lane(Core *c, Term *term, Move *move) noexcept nogil:
-    cdef Lane *lane = &c.lanes.at[move.lane]
-    lane.moved, lane.lost_in = move, term.number
+cdef inline void follow_moves(Core *c) noexcept nogil:
+    """Let all partitions go where their slots have gone."""
+    cdef uint32_t i
+    for i in range(c.table.n):
+        if resolve(c, c.table.at[i]):
+            announce(c, c.table.at[i])
+
+
+# ---- lanes that yield slots
+
+cdef inline void send_yield(Core *c, Move *move) noexcept nogil:
+    """Ask a lane to yield slots; it does so when all workers have."""
+    cdef Header h
+    cdef uint32_t i
+    header_init(&h, YIELD, c.settings.job, c.settings.rank)
+    h.flags = INLINE
+    h.term, h.slot, h.divisor = move.term, move.limit, move.n
+    for i in range(move.n):
+        h.key |= <uint64_t>(move.targets[i].lane != move.lane) << i
+    send_frame(c, move.lane, <char *>&h, <char *>&h + HEADER_BYTES)
+
+
+cdef inline void begin_yield(Core *c, Move *move) noexcept nogil:
+    attach(&c.lanes.at[move.lane], move)
+    if c.lanes.at[move.lane].lost:
+        move.done = True
+        return
+    c.lanes.at[move.lane].yielding = move
+    c.moving.yielding += 1
+    send_yield(c, move)
+
+
+cdef inline void end_yield(Core *c, uint32_t peer) noexcept nogil:
+    """A lane has yielded its slots, or is lost; follow_moves() has to follow.
+
+    Partitions that go leave the lane's queue.
+    """
+    cdef Lane *lane = &c.lanes.at[peer]
+    cdef Move *move = lane.yielding
+    cdef Partition *p
+    cdef uint32_t i, n = lane.queue.size
+    if move == NULL:
+        return
+    lane.yielding = NULL
+    c.moving.yielding -= 1
+    move.done = True
     lane.queue.size = 0
+    for i in range(n):
+        p = lane.queue.items[i]
+        if target_of(move, p.slot) == NULL:
+            heap_push(&lane.queue, p)       # there was room for all of them
+
+
+cdef inline int note_left(Core *c, uint32_t peer, Header *h) noexcept nogil:
+    """Handle a LEFT: the lane knows nothing more of the slots that it had to yield. -1: invalid."""
+    if c.lanes.at[peer].yielding == NULL or c.lanes.at[peer].yielding.term != h.term:
+        return -1
+    end_yield(c, peer)
+    follow_moves(c)
+    tell_haves(c)
+    end_moving(c)
+    return 0
+
+
+# ---- terms
+
+cdef inline void lose_lane(Core *c, Move *move) noexcept nogil:
+    end_yield(c, move.lane)
+    attach(&c.lanes.at[move.lane], move)
+    move.done = True
+    c.lanes.at[move.lane].queue.size = 0
     end_lane(c, move.lane)
 
 
@@ -138,31 +225,21 @@ cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
     A thread drives until all of its keys have been taken, as a lane may ask for an outcome. No lane
     takes any if a worker has left before, as it sends no HAVES.
     """
-    cdef uint32_t i, j
-    cdef Target *target
+    cdef uint32_t i
     if c.moving.terms == NULL:
         lock(&c.monitor)
         count_work(c, True)
         unlock(&c.monitor)
     term.next = c.moving.terms
     c.moving.terms = term
-    for i in range(c.lanes.n):
-        c.lanes.at[i].haves = 0
     for i in range(term.n):
-        lose_lane(c, term, &term.moves[i])
+        if term.moves[i].yields:
+            begin_yield(c, &term.moves[i])
+        else:
+            lose_lane(c, &term.moves[i])
     count_living(c)
-    for i in range(c.table.n):
-        if c.lanes.at[c.table.at[i].lane].moved != NULL:
-            move(c, term, c.table.at[i])
-    for i in range(term.n):
-        for j in range(term.moves[i].n):
-            target = &term.moves[i].targets[j]
-            # A lane may be the target of several shares.
-            if c.lanes.at[target.lane].told != term.number:
-                c.lanes.at[target.lane].told = term.number
-                c.lanes.at[target.lane].untaken += not term.missed
-                c.moving.untaken += not term.missed
-                send_haves(c, term, target.lane)
+    follow_moves(c)
+    tell_haves(c)
     end_moving(c)
 
 
@@ -170,7 +247,7 @@ cdef inline void end_moving(Core *c) noexcept nogil:
     """Report the terms under way to Python, once all keys have been taken."""
     cdef Term *term
     cdef uint64_t one = 1
-    if c.moving.untaken and not c.failed or c.moving.terms == NULL:
+    if (c.moving.untaken or c.moving.yielding) and not c.failed or c.moving.terms == NULL:
         return
     lock(&c.monitor)
     # Both lists have the latest first.
@@ -189,8 +266,11 @@ cdef inline void end_lanes(Core *c, const uint32_t *lanes, uint32_t n) noexcept 
     """End the connections to lanes, whose keys do not move, or not yet."""
     cdef uint32_t i
     for i in range(n):
+        end_yield(c, lanes[i])
         end_lane(c, lanes[i])
     count_living(c)
+    follow_moves(c)
+    tell_haves(c)
     end_moving(c)
 
 

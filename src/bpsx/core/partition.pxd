@@ -297,20 +297,32 @@ cdef struct Heap:               # partitions, most urgent first; see queue.pxd
     uint32_t size
     uint32_t capacity
 
-cdef struct Target:             # a lane that takes over slots of a lost one, from slot `base` on
-    uint32_t lane
+cdef struct Target:             # a lane that takes slots of another one, from slot `base` on
+    uint32_t lane               # the other lane itself: these slots stay
     uint32_t base
 
-cdef struct Move:               # the slots of a lost lane, divided among targets
+cdef struct Move:               # slots of a lane, divided among targets
     uint32_t lane
+    uint32_t term
+    uint32_t limit              # the lane's slots from here on do not move
+    bint yields                 # the lane lives and yields the slots; else it is lost
+    bint done                   # the lane is lost, or has said that it has yielded
     uint32_t n
     Target *targets
+    Move *next                  # the lane's move in a later term
+
+cdef struct Told:               # a target of a term
+    uint32_t lane
+    uint32_t haves              # HAVEs of this term sent to it
 
 cdef struct Term:               # see docs/internals/elastic.md
     uint32_t number
     Move *moves
     uint32_t n
     bint missed                 # a worker has left before: no lane will take the keys
+    Told *told                  # its targets, each once
+    uint32_t n_told
+    bint said                   # they have been sent HAVES
     # set by the driver: partitions that have moved and had been used, and the bytes pushed again,
     # headers included
     uint64_t partitions
@@ -322,11 +334,8 @@ cdef struct Lane:
     Server *server
     bint mute                   # a send failed: nothing more is sent
     bint lost                   # its connection has been ended for ever
-    # not NULL: the lane is lost, and this says where its slots went in term `lost_in`
-    Move *moved
-    uint32_t lost_in
-    uint32_t told               # the latest term of which this lane was sent a HAVES
-    uint32_t haves              # HAVEs sent to it in the present term
+    Move *moved                 # where slots of it have gone, by Move.next; NULL: nowhere
+    Move *yielding              # one of these: the lane has yet to say that it has yielded
     uint32_t untaken            # HAVES that it has not replied to with TOOK
     # results of this lane that have arrived, to be acknowledged
     Settlement *acks
@@ -349,7 +358,7 @@ cdef struct Counters:
     int64_t messages_out
     int64_t messages_in
     int64_t malformed           # records that were invalid
-    int64_t stale               # records of lost lanes, ignored
+    int64_t stale               # records of lost lanes, or of partitions that have moved; ignored
     int64_t logged              # bytes of pushes in the logs, now
     int64_t held                # bytes of snapshots that are held, now
 

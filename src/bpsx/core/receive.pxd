@@ -1,17 +1,17 @@
 # Receives messages from the transport and moves their partitions on.
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
 from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.core.wire cimport (
-    ANSWER, ERROR, FETCH, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, WANT, Header, next_record,
+    ANSWER, ERROR, FETCH, LEFT, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, WANT, Header, next_record,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.keep cimport closes_round, keep_error, keep_result, send_acks, take_settled
 from bpsx.core.late cimport note_ready
 from bpsx.core.logs cimport note_no_sum, note_set, note_sum, take_snapshot
-from bpsx.core.moves cimport give, give_state, note_taken
+from bpsx.core.moves cimport give, give_state, note_left, note_taken
 from bpsx.core.partition cimport PULL, Partition, wire_of
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
 from bpsx.core.state cimport Core
@@ -30,12 +30,26 @@ cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
     lane.
     """
     cdef Partition *p
-    if h.cookie >= c.table.n:
+    if <uint32_t>h.cookie >= c.table.n:
         return False
-    p = c.table.at[h.cookie]
+    p = c.table.at[<uint32_t>h.cookie]
     return (
         p.key == h.key and p.lane == m.peer and p.round - p.joined_at == h.round
     )
+
+
+cdef inline bint is_stale(Core *c, Message *m, Header *h) noexcept nogil:
+    """Whether a record is about a push to the place that a partition had in an earlier term.
+
+    Transports may let LEFT overtake an answer. Then another lane will have the same outcome.
+    """
+    cdef Partition *p
+    if h.kind != ANSWER and h.kind != ERROR and h.kind != SNAP:
+        return False
+    if <uint32_t>h.cookie >= c.table.n:
+        return False
+    p = c.table.at[<uint32_t>h.cookie]
+    return p.key == h.key and h.cookie >> 32 < p.term
 
 
 cdef inline int take_elastic(
@@ -52,6 +66,8 @@ cdef inline int take_elastic(
         return give_state(c, h)
     if h.kind == TOOK:
         return note_taken(c, m.peer)
+    if h.kind == LEFT:
+        return note_left(c, m.peer, h)
     return -1
 
 
@@ -73,11 +89,14 @@ cdef inline int take_record(
         if not c.lanes.at[m.peer].ready:
             note_ready(c, m.peer)
         return 0
+    if c.settings.elastic and is_stale(c, m, h):
+        c.counters.stale += 1
+        return 0
     if c.settings.elastic and h.kind != ANSWER and h.kind != ERROR:
         return take_elastic(c, m, h, body, taken)
     if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
         return -1
-    p = c.table.at[h.cookie]
+    p = c.table.at[<uint32_t>h.cookie]
     if watched(c.watch):
         print_message(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
     if p.stage != PULL:

@@ -230,7 +230,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
         h.flags |= DISAGREED
         h.divisor = p.local.disagreement.a
         h.priority = <int32_t>p.local.disagreement.b
-    h.cookie = p.index
+    h.cookie = p.index | <uint64_t>p.term << 32
     h.length = push_bytes(p)
     if watched(c.watch):
         print_message(c, b"sent PUSH", &h, p.lane)

@@ -144,11 +144,12 @@ cdef struct PartitionTable:     # partitions by Partition.index
     uint32_t n
     uint32_t capacity
 
-cdef struct Moving:             # lost lanes' partitions on their way to others
+cdef struct Moving:             # partitions on their way to other lanes
     uint32_t joins              # joins of all workers that have ended: messages count from the last
     # terms whose keys have not all been taken, the latest first
     Term *terms
     uint32_t untaken            # sum of Lane.untaken
+    uint32_t yielding           # lanes with a Lane.yielding
     # Guarded by the monitor: terms whose keys have all been taken, the latest first,
     Term *over
     int told                    # ... and an eventfd to write to for each; -1: none

@@ -1,8 +1,9 @@
-# Where the slots of lost lanes have gone. docs/internals/elastic.md has the rule.
+# Where slots of lost lanes, and of lanes that yield some, have gone. docs/internals/elastic.md has
+# the rule.
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free
 
-from bpsx.core.partition cimport Lane, Partition, Target, Term
+from bpsx.core.partition cimport Lane, Move, Partition, Target, Term, Told
 from bpsx.core.state cimport Core
 
 
@@ -13,6 +14,7 @@ cdef inline void free_term(Term *term) noexcept nogil:
         free(term.moves[i].targets)
     if term != NULL:
         free(term.moves)
+        free(term.told)
     free(term)
 
 
@@ -25,15 +27,55 @@ cdef inline void free_terms(Term *term) noexcept nogil:
         term = following
 
 
-cdef inline void resolve(Core *c, Partition *p) noexcept nogil:
-    """Give a partition on a lost lane its place on the lane that took its slot over.
+cdef inline void attach(Lane *lane, Move *move) noexcept nogil:
+    """Add a move to those of its lane, as the latest."""
+    cdef Move **at = &lane.moved
+    while at[0] != NULL:
+        at = &at[0].next
+    at[0] = move
 
-    A process that does not speak to servers has no lanes, and no use for places.
+
+cdef inline Target *target_of(Move *move, uint32_t slot) noexcept nogil:
+    """Return where a move sends a slot; NULL: it stays."""
+    cdef Target *target = &move.targets[slot % move.n]
+    return target if slot < move.limit and target.lane != move.lane else NULL
+
+
+cdef inline bint resolve(Core *c, Partition *p) noexcept nogil:
+    """Give a partition the place to which its slot has gone. Returns whether it has moved.
+
+    A slot that its lane has yet to yield is still there. A process that does not speak to servers
+    has no lanes, and no use for places.
     """
-    cdef Lane *lane
+    cdef Move *move
     cdef Target *target
-    while p.lane < c.lanes.n and c.lanes.at[p.lane].moved != NULL:
-        lane = &c.lanes.at[p.lane]
-        target = &lane.moved.targets[p.slot % lane.moved.n]
-        p.slot = target.base + p.slot // lane.moved.n
-        p.lane, p.term = target.lane, lane.lost_in
+    cdef bint moved = False
+    if p.lane >= c.lanes.n:
+        return False
+    move = c.lanes.at[p.lane].moved
+    while move != NULL:
+        target = target_of(move, p.slot) if move.done else NULL
+        if target == NULL:
+            move = move.next
+            continue
+        p.slot = target.base + p.slot // move.n
+        p.lane, p.term = target.lane, move.term
+        moved = True
+        move = c.lanes.at[p.lane].moved
+    return moved
+
+
+cdef inline Term *term_under_way(Core *c, uint32_t number) noexcept nogil:
+    """Return a term whose keys have not all been taken; NULL: there is no such term."""
+    cdef Term *term = c.moving.terms
+    while term != NULL and term.number != number:
+        term = term.next
+    return term
+
+
+cdef inline void count_have(Term *term, uint32_t lane) noexcept nogil:
+    """A HAVE of this term has been sent to a lane."""
+    cdef uint32_t i
+    for i in range(term.n_told):
+        if term.told[i].lane == lane:
+            term.told[i].haves += 1

@@ -27,6 +27,7 @@ cdef enum:
     MAX_CODEC_BYTES = 1024
     NONCE_BYTES = 32
     PROOF_BYTES = 32
+    MOST_CLASSES = 64           # classes of slots in a YIELD: bits of Header.key
 
 cdef enum Kind:
     # worker -> lane: slot, key, dtype, the partition's bytes in `cookie`. The body is the name,
@@ -72,6 +73,12 @@ cdef enum Kind:
     # worker -> lane: part `round` of the log, of `divisor` parts; body: LogHeads, each followed by
     # a push and padded to 8 bytes
     LOG = 17
+    # The next two move keys from a lane that lives: see docs/internals/elastic-balance.md.
+    #
+    # worker -> lane: the sender knows term `term`, in which the lane yields those of its slots s
+    # below `slot` for which bit s % `divisor` of `key` is set
+    YIELD = 18
+    LEFT = 19                   # lane -> worker: the lane has forgotten these slots
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
@@ -131,7 +138,9 @@ cdef packed struct Header:
     uint32_t round
     uint32_t divisor            # divides the sum; with BROADCAST: the root's rank
     int32_t priority            # larger is more urgent
-    uint64_t cookie             # the worker's partition index, which the lane copies into its reply
+    # the worker's partition index, which the lane copies into its reply; PUSH, and thus ANSWER,
+    # ERROR and SNAP: in the upper half the term, as above
+    uint64_t cookie
     uint64_t length             # bytes of the body
 
 

@@ -7,14 +7,15 @@ the key only. The default, ``balanced``, depends on the bytes placed so far: it 
 furthest below its share. It cuts a tensor finer where a whole partition would give a server too
 much: on 32 servers a ResNet-50 has no more than 3 MB each. docs/decisions/0025.
 
-A lost server's slots move to the others by a rule per lane (:data:`Moves`). A place that has been
-given out never changes: whoever uses it applies the rules (:class:`bpsx.scheduler.terms.Terms`).
+A lost server's slots move to the others by a rule per lane (:data:`Moves`), and some slots of a
+living lane to servers with less than their share (:data:`Yields`). A place that has been given out
+never changes: whoever uses it applies the rules (:class:`bpsx.scheduler.terms.Terms`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bpsx.planning.partitioner import PAGE_BYTES, most_bytes, partition
@@ -26,11 +27,18 @@ PARTS_PER_TENSOR = 1 << 20
 _LEAST = 32 << 10
 #: Fraction of all bytes so far by which a server may exceed its share before a tensor is cut finer.
 _SLACK = 0.015
-#: Most targets of a lost lane. More make its bytes finer to share out, and the rule longer.
+#: Most targets of a lane. More make its bytes finer to share out, and the rule longer.
 MOST_TARGETS = 64
+#: Most slots of a lane, those that have been yielded included: see server/lane.pxd.
+MOST_SLOTS = 1 << 22
+#: Fraction of its share by which a server must exceed it before another one gets keys of it.
+_UNEVEN = 0.05
 #: Lost lanes and their targets: with m targets, slot s becomes slot ``base + s // m`` of lane
 #: ``lane``, where ``(lane, base) = targets[s % m]``.
 Moves = list[tuple[int, list[tuple[int, int]]]]
+#: Lanes that live, the number of slots that the rule is about, and their targets. The rule is the
+#: same for slots below that number, but those whose target is the lane itself stay.
+Yields = list[tuple[int, int, list[tuple[int, int]]]]
 
 
 class Assignment(NamedTuple):
@@ -117,8 +125,9 @@ class Placement:
         self.lane_bytes = [0] * sum(lanes)
         self.server_bytes = [0] * len(lanes)
         self._living = list(range(len(lanes)))  # servers that have not been lost
-        # Bytes of each slot that has been given out, by lane.
+        # Bytes of each slot that has been given out, by lane; 0: it has been yielded.
         self._sizes: list[list[int]] = [[] for _ in range(sum(lanes))]
+        self._yielded = set[int]()  # lanes that have yielded slots
 
     def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Assignment]:
         """Return the places of a tensor's partitions, in order.
@@ -183,8 +192,7 @@ class Placement:
     def _least_lane(self, server: int, counted: int) -> int:
         """Return a server's lane with the fewest bytes, and count ``counted`` bytes for it."""
         lane = min(self._lanes[server], key=lambda i: self.lane_bytes[i])
-        self.server_bytes[server] += counted
-        self.lane_bytes[lane] += counted
+        self._count(server, lane, counted)
         return lane
 
     @property
@@ -251,17 +259,29 @@ class Placement:
         self._rank_by_lack()
 
     def restore(
-        self, lost: Iterable[int], slots: Mapping[int, int], places: Iterable[tuple[int, int, int]]
+        self,
+        lost: Iterable[int],
+        slots: Mapping[int, int],
+        places: Iterable[tuple[int, int, int]],
+        yields: Yields,
     ) -> None:
         """Go on from the places that an earlier scheduler has given out.
 
         ``lost``: servers that it has lost. ``slots``: number of slots of each lane that it may have
         given out. ``places``: lane, slot and bytes of each known partition, where it is now.
+        ``yields``: of all terms, in order.
         """
         for server in lost:
             self._leave_out(server)
         for lane, count in slots.items():
-            self._sizes[lane] += [0] * (count - len(self._sizes[lane]))
+            # Keys that nobody knows any more may have such slots, unless the lane has yielded them.
+            self._sizes[lane] += [1] * (count - len(self._sizes[lane]))
+        for lane, limit, targets in yields:
+            self._yielded.add(lane)
+            for i, (to, _) in enumerate(targets):
+                if to != lane:
+                    left = range(i, limit, len(targets))
+                    self._sizes[lane][i : limit : len(targets)] = [0] * len(left)
         server_of = {lane: s for s, lanes in enumerate(self._lanes) for lane in lanes}
         for lane, slot, nbytes in places:
             counted = max(nbytes, 64)
@@ -272,14 +292,76 @@ class Placement:
         self._rank_by_lack()
 
     def _targets(self, lane: int) -> list[tuple[int, int]]:
-        """Return the targets of a lost lane, whose slots they reserve."""
+        """Return the targets of a lost lane, whose slots they reserve.
+
+        If it has yielded slots before, the classes are those of then: a class without keys gets no
+        slots.
+        """
         sizes, self._sizes[lane] = self._sizes[lane], []
-        count = min(MOST_TARGETS, max(1, len(sizes)))
+        even = MOST_TARGETS if lane in self._yielded else max(1, len(sizes))
+        count = min(MOST_TARGETS, even)
         parts = [sizes[i::count] for i in range(count)]
         targets = [(0, 0)] * count
         for i in sorted(range(count), key=lambda i: -sum(parts[i])):
             nbytes = sum(parts[i])
-            target = self._least_lane(self._most_lacking(nbytes), nbytes)
-            targets[i] = (target, len(self._sizes[target]))
-            self._sizes[target] += parts[i]
+            targets[i] = self._take(self._least_lane(self._most_lacking(nbytes), nbytes), parts[i])
         return targets
+
+    def _take(self, lane: int, sizes: list[int]) -> tuple[int, int]:
+        """Reserve slots of ``lane`` for a class of another lane's slots; returns the target.
+
+        ``sizes``: of the whole class; leading slots that have been yielded get none, so the
+        target's first slot is counted from where they would be.
+        """
+        empty = next((i for i, size in enumerate(sizes) if size), len(sizes))
+        base = len(self._sizes[lane]) - empty
+        self._sizes[lane] += sizes[empty:]
+        return lane, base
+
+    # ---- balance
+
+    def balance(self) -> tuple[Yields, int]:
+        """Move slots of servers with more than their share to servers with less.
+
+        Returns the rule for each lane that yields some, and the bytes of all that they yield. A
+        class of a lane's slots, those with the same remainder by :data:`MOST_TARGETS`, moves as a
+        whole, the largest first.
+        """
+        total = sum(self.server_bytes[s] for s in self._living)
+        surplus = {s: self.server_bytes[s] - self._shares[s] * total for s in self._living}
+        moved, rules = 0, dict[int, list[tuple[int, int]]]()
+        classes = sorted(self._classes(surplus), reverse=True)
+        poor = sorted(surplus.keys() - {server for _, server, _, _ in classes})
+        for nbytes, server, lane, i in classes:
+            poorest = min(poor, key=lambda s: surplus[s], default=server)
+            if min(surplus[server], -surplus[poorest]) < nbytes / 2:
+                continue
+            target = min(self._lanes[poorest], key=lambda at: self.lane_bytes[at])
+            sizes = self._sizes[lane][i::MOST_TARGETS]
+            if len(self._sizes[target]) + len(sizes) > MOST_SLOTS:
+                continue
+            moved += nbytes
+            surplus[server] -= nbytes
+            surplus[poorest] += nbytes
+            self._count(server, lane, -nbytes)
+            self._count(poorest, target, nbytes)
+            rules.setdefault(lane, [(lane, 0)] * MOST_TARGETS)[i] = self._take(target, sizes)
+            self._sizes[lane][i::MOST_TARGETS] = [0] * len(sizes)
+        self._yielded.update(rules)
+        self._rank_by_lack()
+        return [(lane, len(self._sizes[lane]), to) for lane, to in rules.items()], moved
+
+    def _classes(self, surplus: Mapping[int, float]) -> Iterator[tuple[int, int, int, int]]:
+        """Bytes, server, lane and number of each class of slots that may be yielded."""
+        for server, more in surplus.items():
+            if more <= self._shares[server] * self._bytes * _UNEVEN:
+                continue
+            for lane in self._lanes[server]:
+                for i in range(min(MOST_TARGETS, len(self._sizes[lane]))):
+                    if nbytes := sum(self._sizes[lane][i::MOST_TARGETS]):
+                        yield nbytes, server, lane, i
+
+    def _count(self, server: int, lane: int, nbytes: int) -> None:
+        """Count ``nbytes`` more for a server and one of its lanes."""
+        self.server_bytes[server] += nbytes
+        self.lane_bytes[lane] += nbytes

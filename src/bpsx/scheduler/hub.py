@@ -96,6 +96,7 @@ class Hub:
             elastic_wait=config.elastic_wait,
             wait=config.scheduler_wait,
             grace=config.gather_grace,
+            balances=config.elastic_balance,
         )
         self._observers = Observers(self._members, config.root_uri)
         try:

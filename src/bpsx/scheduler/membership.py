@@ -19,8 +19,8 @@ from typing import Any
 from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
+from bpsx.scheduler.balancing import Balancing
 from bpsx.scheduler.gathering import Output
-from bpsx.scheduler.planned import Planned
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
@@ -32,7 +32,7 @@ _ASYNC = "BYTEPS_ENABLE_ASYNC"
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Planned):
+class Membership(Balancing):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).
@@ -48,9 +48,10 @@ class Membership(Planned):
         stall_warn: float,
         deadlock_after: float,
         elastic_wait: float = 0.0,
+        balances: bool = True,
     ) -> None:
         super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
-        self.job, self.elastic_wait = job, elastic_wait
+        self.job, self.elastic_wait, self.balances = job, elastic_wait, balances
         # No worker waits for another, so the job continues when one dies.
         self.asynchronous = False
         self.epoch = 0  # number of resets after a stall

@@ -12,8 +12,10 @@ WATCH, TRACE, and VIEW to the observer.
 TERM goes to all live workers and servers when a server is lost and the job goes on: ``term``, its
 number, from 1; ``moves``, ``[lost lane, [[target lane, first slot], ...]]`` for each lane of the
 lost server (:data:`bpsx.planning.placement.Moves`); ``text``, which server was lost, why, and where
-its keys go; ``missed``, whether a sender had left before, so that no lane can take keys. Each
-worker that speaks to servers answers MOVED once its driver has moved.
+its keys go; ``missed``, whether a sender had left before, so that no lane can take keys. Or it
+goes to them when living lanes yield keys: ``yields`` then has ``[lane, number of slots, targets]``
+for each such lane (:data:`bpsx.planning.placement.Yields`). Each worker that speaks to servers
+answers MOVED once its driver has moved.
 
 LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about servers
 that leave it. docs/internals/elastic-servers.md and elastic-departures.md have their fields.
@@ -27,7 +29,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.

@@ -17,6 +17,7 @@ from bpsx.scheduler.returning import Returning, slots_given
 from bpsx.scheduler.roster import Node
 from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
 from bpsx.scheduler.surviving import Loss, left_message, term_message
+from bpsx.scheduler.terms import Told
 
 
 class Rebuilding(Membership):
@@ -248,9 +249,14 @@ class Rebuilding(Membership):
         self._restore_late(job, known)
         told = []
         for term in longest.terms:
-            server = known[job.lane_servers[term.moves[0][0]]]
-            told.append((term.number, str(server), term.moves, term.missed))
-            self.losses.append(Loss(server, term.text, term.text))
+            of = [known[job.lane_servers[lane]] for lane, _ in term.moves[:1]]
+            to = "other servers" if term.yields else ""
+            told.append(
+                Told(
+                    term.number, str(of[0]) if of else "", term.moves, term.missed, term.yields, to
+                )
+            )
+            self.losses += [Loss(server, term.text, term.text) for server in of]
         self.restored = len(self.losses)
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
@@ -263,7 +269,9 @@ class Rebuilding(Membership):
             for tensor in tensors.values()
             for p in tensor.places
         ]
-        placement.restore(replaced, slots_given(workers.values(), longest), places)
+        yields = [rule for term in longest.terms for rule in term.yields]
+        placement.restore(replaced, slots_given(workers.values(), longest), places, yields)
+        self.look_for_uneven(now)
         self.registry.restore(tensors, max(r.key for r in workers.values()))
 
     def _restore_late(self, job: Returning, known: dict[int, Node]) -> None:
@@ -301,7 +309,7 @@ class Rebuilding(Membership):
 
     def _send_terms(self, job: Returning, longest: Report) -> list[Output]:
         return [
-            (r.ident, term_message(t.number, t.moves, t.text, t.missed))
+            (r.ident, term_message(t.number, t.moves, t.text, t.missed, t.yields))
             for r in job.workers.values()
             for t in longest.terms[len(r.terms) :]
         ]

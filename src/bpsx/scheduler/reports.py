@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bpsx.planning.placement import Assignment, Moves
+from bpsx.planning.placement import MOST_SLOTS, Assignment, Moves, Yields
 
 _MOST = 2**62
 
@@ -36,6 +36,7 @@ class Term:
     moves: Moves
     text: str
     missed: bool
+    yields: Yields = field(default_factory=list)
 
 
 @dataclass
@@ -133,16 +134,20 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
 
 
 def _term(given: Sequence[Any]) -> Term:
-    number, moves, text, missed = given
+    number, moves, text, missed, yields = given
     return Term(
         _number(number),
-        [
-            (_number(lane), [(_number(to), _number(base)) for to, base in targets])
-            for lane, targets in moves
-        ],
+        [(_number(lane), _targets(targets)) for lane, targets in moves],
         _text(text),
         bool(missed),
+        [(_number(lane), _number(limit), _targets(targets)) for lane, limit, targets in yields],
     )
+
+
+def _targets(given: Sequence[Any]) -> list[tuple[int, int]]:
+    if not given:
+        raise ValueError("a lane has no targets")
+    return [(_number(to), _number(base, -MOST_SLOTS)) for to, base in given]
 
 
 def _item(given: Sequence[Any]) -> tuple[tuple[str, int], Known]:

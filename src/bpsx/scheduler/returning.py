@@ -110,6 +110,7 @@ class Returning:
         for term in longest.terms:
             used |= {lane for _, targets in term.moves for lane, _ in targets}
             used |= {lane for lane, _ in term.moves}
+            used |= {to for lane, _, targets in term.yields for to, _ in targets if to != lane}
         late = range(self._first, len(self.known_servers))
         return {*late} - {of[lane] for lane in used if lane < len(of)}
 
@@ -157,4 +158,10 @@ def slots_given(workers: Iterable[Report], longest: Report) -> dict[int, int]:
             for i, (target, base) in enumerate(targets):
                 moved = len(range(i, count, len(targets)))
                 slots[target] = max(slots.get(target, 0), base + moved)
+        for lane, limit, targets in term.yields:
+            slots[lane] = max(slots.get(lane, 0), limit)
+            for i, (target, base) in enumerate(targets):
+                moved = len(range(i, limit, len(targets)))
+                if target != lane:
+                    slots[target] = max(slots.get(target, 0), base + moved)
     return slots

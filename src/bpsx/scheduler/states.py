@@ -181,6 +181,7 @@ class HandoverEvent(Enum):
 
     LAST_SERVER_LOST = auto()  #: no other can take its keys over yet
     SERVER_LOST = auto()  #: the next term begins
+    KEYS_YIELDED = auto()  #: the next term begins: living servers yield keys to others
     ALL_MOVED = auto()  #: the last MOVED
     TIME_OVER = auto()  #: late senders have had the time that they need
     ALL_LEAVE = auto()  #: all workers that are left have said BYE, and need no key
@@ -192,6 +193,7 @@ HANDOVER: Table[Handover, HandoverEvent] = Table(
         Handover.SETTLED: {
             HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.KEYS_YIELDED: Handover.MOVING,
         },
         Handover.STARVED: {
             HandoverEvent.SERVER_LOST: Handover.MOVING,
@@ -206,6 +208,7 @@ HANDOVER: Table[Handover, HandoverEvent] = Table(
         Handover.SETTLING: {
             HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.KEYS_YIELDED: Handover.MOVING,
             HandoverEvent.TIME_OVER: Handover.SETTLED,
             HandoverEvent.ALL_LEAVE: Handover.SETTLED,
         },

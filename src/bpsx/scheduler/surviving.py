@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bpsx.planning.placement import Moves
+from bpsx.planning.placement import Moves, Yields
 from bpsx.scheduler.gathering import Gathering, Output
 from bpsx.scheduler.join_barrier import Joins
 from bpsx.scheduler.registry import Registry
@@ -54,9 +54,12 @@ def left_message(node: Node) -> dict[str, Any]:
     return {"type": "LEFT", "rank": node.rank, "host": node.host, "pid": node.pid}
 
 
-def term_message(number: int, moves: Moves, text: str, missed: bool) -> dict[str, Any]:
+def term_message(
+    number: int, moves: Moves, text: str, missed: bool, yields: Yields | None = None
+) -> dict[str, Any]:
     """Return TERM."""
-    return {"type": "TERM", "term": number, "moves": moves, "text": text, "missed": missed}
+    term = {"type": "TERM", "term": number, "moves": moves, "text": text, "missed": missed}
+    return {**term, "yields": yields} if yields else term
 
 
 class Surviving(Gathering):

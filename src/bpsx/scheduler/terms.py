@@ -1,4 +1,4 @@
-"""Terms: which servers were lost, where their keys went, and how far each move has come. Pure.
+"""Terms: which servers were lost, where keys went, and how far each move has come. Pure.
 
 docs/internals/elastic.md has the protocol. Owned by the hub's only thread; callers pass the time.
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from bpsx.planning.placement import Assignment, Moves, Placement
+from bpsx.planning.placement import MOST_SLOTS, Assignment, Moves, Placement, Yields
 from bpsx.scheduler.states import HANDOVER, Handover, HandoverEvent
 
 ELASTIC = "BPSX_ELASTIC"
@@ -70,8 +70,9 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
 class Recovery:
     """How far the senders have come with one term. Times are of the hub's clock, in seconds.
 
-    ``lost``: the server's name. ``missed``: a sender had left before. ``awaited``: senders that
-    have not sent MOVED, of ``senders``. ``partitions``, ``again``: sums over the others.
+    ``lost``: the lost server's name; or ``to``: those of servers that get ``nbytes`` of the keys of
+    living ones. ``missed``: a sender had left before. ``awaited``: senders that have not sent
+    MOVED, of ``senders``. ``partitions``, ``again``: sums over the others.
     """
 
     term: int
@@ -82,14 +83,36 @@ class Recovery:
     senders: int
     partitions: int = 0
     again: int = 0
+    nbytes: int = 0
     seconds: float = 0.0
+    to: str = ""
 
     def __str__(self) -> str:
+        if self.to:
+            return (
+                f"term {self.term}: {self.senders} workers have moved {self.partitions} partitions"
+                f" to {self.to}, {self.nbytes} bytes of the job's tensors, and push {self.again}"
+                f" bytes again, {self.seconds:.3f} s after the term had begun"
+            )
         return (
             f"term {self.term}: {self.senders} workers have moved {self.partitions} partitions"
             f" of {self.lost} and push {self.again} bytes again, {self.seconds:.3f} s after its"
             " loss was noticed"
         )
+
+
+class Told(NamedTuple):
+    """A term that an earlier scheduler has begun.
+
+    ``lost``: the lost server's name. ``yields``: what living lanes have yielded, and ``to`` whom.
+    """
+
+    number: int
+    lost: str
+    moves: Moves
+    missed: bool
+    yields: Yields = []
+    to: str = ""
 
 
 class Terms:
@@ -104,7 +127,8 @@ class Terms:
         self.state = Handover.SETTLED
         self.finished: list[Recovery] = []
         self._placement = placement
-        self._targets: dict[int, list[tuple[int, int]]] = {}  # lost lane -> its targets
+        # Lane -> its moves in order: the number of slots that a move is about, and their targets.
+        self._moves: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         self._open: list[Recovery] = []
         self._unsettled: dict[int, str] = {}  # lane lost since the keys were settled -> its server
         self._missed: dict[int, str] = {}  # lane of a missed server -> the server
@@ -144,8 +168,8 @@ class Terms:
         self.number += 1
         self._latest = now
         moves = self._placement.lose(server)
-        self._targets.update(moves)
-        for lane, _ in moves:
+        for lane, targets in moves:
+            self._moves.setdefault(lane, []).append((MOST_SLOTS, targets))
             self._unsettled[lane] = name
         self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
         self._open.append(
@@ -155,47 +179,82 @@ class Terms:
             self._miss()
         return moves
 
+    def balance(self) -> tuple[Yields, int]:
+        """Choose keys that living servers yield to those that lack some; :meth:`give` follows.
+
+        Returns the rules and the keys' bytes. No rules: none lacks any.
+        """
+        return self._placement.balance()
+
+    def give(
+        self, yields: Yields, nbytes: int, to: str, senders: Collection[bytes], now: float
+    ) -> None:
+        """Begin the next term, in which keys move by ``yields``; no others may move meanwhile.
+
+        ``to``: the servers that get them. ``senders``, ``now``: as above.
+        """
+        self.number += 1
+        self._latest = now
+        for lane, limit, targets in yields:
+            self._moves.setdefault(lane, []).append((limit, targets))
+        self.state = HANDOVER.after(self.state, HandoverEvent.KEYS_YIELDED)
+        recovery = Recovery(self.number, "", now, False, set(senders), senders=len(senders))
+        recovery.to, recovery.nbytes = to, nbytes
+        self._open.append(recovery)
+
+    def _next(self, lane: int, slot: int) -> tuple[int, int] | None:
+        """Where a slot has gone from its lane; None: it is still there."""
+        for limit, targets in self._moves.get(lane, []):
+            to, base = targets[slot % len(targets)]
+            if slot < limit and to != lane:
+                return to, base + slot // len(targets)
+        return None
+
     def _passed(self, lane: int, slot: int) -> Iterator[tuple[int, int]]:
         """The places that a partition has had, from the one that it was given."""
-        yield lane, slot
-        while lane in self._targets:
-            targets = self._targets[lane]
-            lane, base = targets[slot % len(targets)]
-            slot = base + slot // len(targets)
-            yield lane, slot
+        place: tuple[int, int] | None = (lane, slot)
+        while place is not None:
+            yield place
+            place = self._next(*place)
 
     def resolve(self, lane: int, slot: int) -> tuple[int, int]:
         """Return the present lane and slot of a partition that was given ``lane`` and ``slot``."""
         *_, now = self._passed(lane, slot)
         return now
 
-    def restore(
-        self, told: Sequence[tuple[int, str, Moves, bool]], moved: Mapping[bytes, int], now: float
-    ) -> None:
+    def restore(self, told: Sequence[Told], moved: Mapping[bytes, int], now: float) -> None:
         """Go on from the terms that an earlier scheduler has begun.
 
-        ``told``: number, lost server, moves and whether it was missed, of each term from 1 on.
-        ``moved``: the latest term to which each sender has moved.
+        ``told``: each term from 1 on. ``moved``: the latest term to which each sender has moved.
         """
         if not told:
             return
-        self.number, self._latest = told[-1][0], now
+        self.number, self._latest = told[-1].number, now
         # The keys of earlier terms may be settled, but those of the latest need not be.
         open_from = min([self.number, *(term + 1 for term in moved.values())])
-        for number, name, moves, missed in told:
-            self._targets.update(moves)
-            if missed:
-                self._missed.update((lane, name) for lane, _ in moves)
-            if number >= open_from:
-                self._unsettled.update((lane, name) for lane, _ in moves)
+        for term in told:
+            self._restore_moves(term)
+            lost = {lane: term.lost for lane, _ in term.moves}
+            if term.missed:
+                self._missed.update(lost)
+            if term.number >= open_from:
+                self._unsettled.update(lost)
         self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
-        _, name, _, missed = told[-1]
+        last = told[-1]
         awaited = {sender for sender, term in moved.items() if term < self.number}
         if awaited:
-            self._open.append(
-                Recovery(self.number, name, now, missed, awaited, senders=len(awaited))
+            recovery = Recovery(
+                self.number, last.lost, now, last.missed, awaited, senders=len(awaited)
             )
+            recovery.to = last.to
+            self._open.append(recovery)
         self._finish()
+
+    def _restore_moves(self, term: Told) -> None:
+        for lane, targets in term.moves:
+            self._moves.setdefault(lane, []).append((MOST_SLOTS, targets))
+        for lane, limit, targets in term.yields:
+            self._moves.setdefault(lane, []).append((limit, targets))
 
     # ---- progress
 

@@ -9,7 +9,7 @@ from libc.string cimport memset
 
 from bpsx.core.wire cimport (
     ACK, ASYNC, BROADCAST, GIVE, HAVE, HAVES, LOAD, LOG, NONCE_BYTES, PING, PUSH, REGISTER, STATE,
-    Header, next_record,
+    YIELD, Header, next_record,
 )
 from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_PROTOCOL
@@ -33,6 +33,7 @@ from bpsx.server.takeover cimport (
     completes, decide, drop_held_push, end_takeover, holds, take_given, take_have, take_haves,
     take_state, tell_taken,
 )
+from bpsx.server.yields cimport has_left, take_yield
 from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport (
@@ -72,6 +73,9 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     cdef int rc
     if lane.counters.dropped:
         return -1               # the lane is ending; the scheduler will report why
+    if e == NULL and has_left(lane, h.slot):
+        lane.counters.stale += 1
+        return 0
     if e == NULL or h.term != e.term:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
@@ -192,6 +196,8 @@ cdef int handle_record(
         return note_given(lane, h, m, body, kept)
     if h.kind == PING:
         return pong(lane, h, body)
+    if h.kind == YIELD:
+        return take_yield(lane, h)
     return 1
 
 
@@ -439,6 +445,8 @@ cdef class Lane:
         * ``malformed``: records or messages refused as malformed;
         * ``repeated``: pushes ignored because their sender had pushed in the round already;
         * ``taken_over``: keys that have come from lost lanes;
+        * ``yielded``: keys that have gone to other lanes while this one lives;
+        * ``stale``: records about such keys that came later, ignored;
         * ``snapshots``: snapshots of compressed keys that were sent to workers;
         * ``replayed``: sums of compressed keys that were computed again, for a lost lane;
         * ``dropped``: messages lost for lack of memory, and other errors that end the lane;
@@ -449,6 +457,7 @@ cdef class Lane:
             "messages_received": self.c.counters.messages_in,
             "messages_sent": self.c.counters.messages_out, "malformed": self.c.counters.malformed,
             "repeated": self.c.counters.repeated, "taken_over": self.c.counters.taken_over,
+            "yielded": self.c.counters.yielded, "stale": self.c.counters.stale,
             "snapshots": self.c.counters.snapshots, "replayed": self.c.counters.replayed,
             "dropped": self.c.counters.dropped,
             "pending": self.c.pending.n
@@ -473,6 +482,7 @@ cdef class Lane:
         free(self.c.scratch.at)
         free(self.c.keys.at)
         free(self.c.terms.at)
+        free(self.c.yields.at)
         free(self.c.outs)
         free(self.c.beside)
         free(self.c.absent.gone)

@@ -41,6 +41,19 @@ cdef struct Terms:
     uint32_t n
     uint32_t joins              # joins of all workers that have ended; see Have.joins
 
+cdef struct Yield:              # slots that the lane yields in a term: server/yields.pxd
+    uint32_t term
+    uint32_t limit              # those below this,
+    uint32_t n                  # ... whose remainder by n
+    uint64_t classes            # ... is the number of a bit that is set
+    uint32_t senders            # number of senders that have said so
+    bint over                   # all have, and the lane has forgotten the keys
+
+cdef struct Yields:
+    Yield *at
+    uint32_t n
+    uint32_t capacity
+
 # With BYTEPS_SERVER_ENABLE_SCHEDULE: a received message that has not been handled.
 cdef struct Pending:
     Message *message
@@ -73,6 +86,7 @@ cdef struct Keys:
     KeyState **at               # by slot
     uint32_t n
     Slabs slabs                 # memory of the states
+    KeyState *spare             # states of keys that have left, by KeyState.spare
 
 cdef struct Absent:             # workers that left or joined; any thread sets `news`, gone, joined
     int64_t news                # `gone` or `joined` has changed since the last notice()
@@ -92,6 +106,8 @@ cdef struct LaneCounters:
     int64_t malformed
     int64_t repeated
     int64_t taken_over          # keys that have come from lost lanes
+    int64_t yielded             # keys that have gone to other lanes while this one lives
+    int64_t stale               # records about such keys that came later
     int64_t snapshots           # sent
     int64_t replayed            # sums of compressed keys
     int64_t dropped
@@ -109,6 +125,7 @@ cdef struct Lane:
     Absent absent
     Terms terms
     Rebuilds rebuilds
+    Yields yields
     uint8_t *beside             # by sender: it is on this machine
     Watch *watch                # counters and trace; NULL: neither is wanted
     LaneCounters counters

@@ -8,6 +8,7 @@ from bpsx.server.loading cimport load, make_packed
 from bpsx.server.snapshots cimport begin_saving
 from bpsx.server.takeover cimport MOST_TERMS, begin_takeover, is_gathered
 from bpsx.server.trace cimport note_key
+from bpsx.server.yields cimport has_left
 from bpsx.server.store cimport REFUSED, KeyState, entry_new, move_round
 from bpsx.system.arrays cimport make_room
 
@@ -20,7 +21,7 @@ cdef inline KeyState *new_entry(Lane *lane, Header *h, Kernels *k) noexcept nogi
     cdef KeyState *e
     if not make_room(&lane.keys.at, &lane.keys.n, h.slot + 1, sizeof(KeyState *)):
         return NULL
-    e = entry_new(&lane.keys.slabs, h, k, lane.settings.senders)
+    e = entry_new(&lane.keys.slabs, &lane.keys.spare, h, k, lane.settings.senders)
     if e == NULL or not is_gathered(lane, h.term) and not begin_takeover(lane, e):
         return NULL
     return e
@@ -51,6 +52,9 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
         return 0 if (
             e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype and e.term == h.term
         ) else -1
+    if has_left(lane, h.slot):
+        lane.counters.stale += 1
+        return 0                # it came behind the last YIELD
     k = &lane.kernels[h.dtype]
     if k.add == NULL and not load(lane, h.dtype):
         return -1

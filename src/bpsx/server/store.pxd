@@ -178,6 +178,7 @@ cdef struct KeyState:
     RoundMemory memory
     Compressed *compressed      # NULL: not compressed
     Takeover *takeover          # NULL: the key has been here always, or all of it has been taken
+    KeyState *spare             # next in Keys.spare
     uint32_t unacknowledged     # senders whose Share.unacknowledged is set
     # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
     char *value
@@ -185,13 +186,19 @@ cdef struct KeyState:
 
 
 cdef inline KeyState *entry_new(
-    Slabs *slabs, const Header *h, Kernels *kernels, uint32_t senders,
+    Slabs *slabs, KeyState **spare, const Header *h, Kernels *kernels, uint32_t senders,
 ) noexcept nogil:
     """Create the entry that a REGISTER describes, with its shares; its memory is part of `slabs`.
 
-    NULL: no memory.
+    `spare`: a list of entries of the same lane that may be used again. NULL: no memory.
     """
-    cdef KeyState *e = <KeyState *>take_record(slabs, sizeof(KeyState) + senders * sizeof(Share))
+    cdef KeyState *e = spare[0]
+    cdef size_t size = sizeof(KeyState) + senders * sizeof(Share)
+    if e != NULL:
+        spare[0] = e.spare
+        memset(e, 0, size)
+    else:
+        e = <KeyState *>take_record(slabs, size)
     if e == NULL:
         return NULL
     e.shares = <Share *>(e + 1)

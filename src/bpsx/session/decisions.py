@@ -21,8 +21,8 @@ class Decisions:
     """The decisions in the order in which they came. The session's lock guards it.
 
     ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of servers that have
-    ended, of which no term has moved keys when it was told. ``terms``: number,
-    moves, text and whether results may have gone with a worker. ``moved``: the latest term to which
+    ended, of which no term has moved keys when it was told. ``terms``: number, moves, text, whether
+    results may have gone with a worker, and what living lanes yield. ``moved``: the latest term to which
     this worker has moved, partitions, bytes pushed again. ``reset``: status and text of the latest
     stall. ``joins``: number of joins that all have completed; ``last``: the rank that came last to
     the latest. ``cleared``: number of joins whose marks this machine's root has cleared. ``doubt``:
@@ -33,7 +33,7 @@ class Decisions:
         """``keep``: whether to keep what takes memory for each tensor."""
         self.servers, self._keep = list(servers), keep
         self.gone: set[int] = set()
-        self.terms: list[tuple[int, list[Any], str, bool]] = []
+        self.terms: list[tuple[int, list[Any], str, bool, list[Any]]] = []
         self.moved = (0, 0, 0)
         self.reset = (0, "")
         self.joins, self.last, self.cleared = 0, -1, 0

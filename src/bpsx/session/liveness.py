@@ -123,8 +123,7 @@ class Liveness(Declarations):
         elif kind == "LOST":
             self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
         elif kind == "TERM":
-            missed = bool(message["missed"])
-            self._begin_term(message["term"], message["moves"], message["text"], missed)
+            self._begin_term(message)
         elif kind == "LANES" and self._late is not None:
             log.info("%s joins the running job", message["name"])
             self.reporter.mark(f"{message['name']} joins", monotonic_ns())
@@ -151,21 +150,24 @@ class Liveness(Declarations):
             self._decisions.cleared = max(self._decisions.cleared, message["generation"] + 1)
             self._link.send("CLEARED", generation=message["generation"])
 
-    def _begin_term(self, term: int, moves: list[Any], text: str, missed: bool) -> None:
-        """Go on without a server: hand its lanes and their targets to the core.
+    def _begin_term(self, m: dict[str, Any]) -> None:
+        """Hand lost lanes, lanes that yield keys, and their targets to the core.
 
-        A process that does not speak to servers has nothing to do.
+        A process that does not speak to servers has nothing to do. ``m``: TERM.
         """
-        log.warning("%s", text)
-        self._decisions.terms.append((term, moves, text, missed))
+        log.warning("%s", m["text"])
+        yields = m.get("yields", [])
+        self._decisions.terms.append((m["term"], m["moves"], m["text"], m["missed"], yields))
         if not self._near.has_lanes:
-            self.reporter.mark(f"term {term}", monotonic_ns(), why=text)
+            self.reporter.mark(f"term {m['term']}", monotonic_ns(), why=m["text"])
             return
-        self._begun[term] = monotonic_ns(), text
-        self._lanes.lose((lane for lane, _ in moves), text)
-        self._core.begin_term(
-            term, [(lane, [(to, base) for to, base in targets]) for lane, targets in moves], missed
-        )
+        self._begun[m["term"]] = monotonic_ns(), m["text"]
+        self._lanes.lose((lane for lane, _ in m["moves"]), m["text"])
+        moves = [(lane, [(to, base) for to, base in targets]) for lane, targets in m["moves"]]
+        given = [
+            (lane, limit, [(to, base) for to, base in targets]) for lane, limit, targets in yields
+        ]
+        self._core.begin_term(m["term"], moves, bool(m["missed"]), given)
 
     def _tell_moved(self) -> None:
         """Tell the scheduler of each term in which this worker's partitions have moved."""

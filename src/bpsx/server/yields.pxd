@@ -1,0 +1,87 @@
+# Slots that this lane yields to others while it lives. docs/internals/elastic-balance.md describes
+# the protocol.
+#
+# When all senders have asked for it (YIELD), the lane forgets the keys at once and says so (LEFT):
+# nobody has got an outcome of the open rounds, so all that have pushed push again, elsewhere.
+from libc.stdint cimport uint32_t, uint64_t
+
+from bpsx.core.wire cimport LEFT, MOST_CLASSES, Header, header_init
+from bpsx.server.lane cimport Lane, Yield
+from bpsx.server.reply cimport let_go, put_record
+from bpsx.server.rounds cimport drop_held
+from bpsx.server.store cimport KeyState, entry_free
+from bpsx.server.takeover cimport end_takeover
+from bpsx.system.arrays cimport make_room
+
+
+cdef inline bint covers(Yield *y, uint32_t slot) noexcept nogil:
+    return slot < y.limit and (y.classes >> (slot % y.n)) & 1
+
+
+cdef inline bint has_left(Lane *lane, uint32_t slot) noexcept nogil:
+    """Whether an unknown slot is unknown because the lane has yielded it: its sender will hear."""
+    cdef uint32_t i
+    for i in range(lane.yields.n):
+        if lane.yields.at[i].over and covers(&lane.yields.at[i], slot):
+            return True
+    return False
+
+
+cdef inline Yield *yield_of(Lane *lane, Header *h) noexcept nogil:
+    """Return what the lane yields in a YIELD's term. NULL: no memory, or others say otherwise."""
+    cdef Yield *y
+    cdef uint32_t i
+    for i in range(lane.yields.n):
+        y = &lane.yields.at[i]
+        if y.term == h.term:
+            return y if y.limit == h.slot and y.n == h.divisor and y.classes == h.key else NULL
+    if not make_room(
+        &lane.yields.at, &lane.yields.capacity, lane.yields.n + 1, sizeof(Yield)
+    ):
+        return NULL
+    y = &lane.yields.at[lane.yields.n]
+    y.term, y.limit, y.n, y.classes = h.term, h.slot, h.divisor, h.key
+    y.senders, y.over = 0, False
+    lane.yields.n += 1
+    return y
+
+
+cdef inline void forget_key(Lane *lane, uint32_t slot) noexcept nogil:
+    """Forget a key with its open round. Results on their way to senders are not part of it."""
+    cdef KeyState *e = lane.keys.at[slot]
+    lane.keys.at[slot] = NULL
+    end_takeover(lane, e)
+    drop_held(lane, e)
+    let_go(lane, e.memory.first)
+    e.memory.first = NULL
+    entry_free(e)
+    e.spare, lane.keys.spare = lane.keys.spare, e
+    lane.counters.yielded += 1
+
+
+cdef inline void leave_keys(Lane *lane, Yield *y) noexcept nogil:
+    """Forget all keys that the lane yields, and tell the senders."""
+    cdef Header h
+    cdef uint32_t slot, sender
+    for slot in range(min(lane.keys.n, y.limit)):
+        if covers(y, slot) and lane.keys.at[slot] != NULL:
+            forget_key(lane, slot)
+    y.over = True
+    for sender in range(lane.settings.senders):
+        header_init(&h, LEFT, lane.settings.job, sender)
+        h.term = y.term
+        put_record(lane, sender, &h, NULL)
+
+
+cdef inline int take_yield(Lane *lane, Header *h) noexcept nogil:
+    """Handle a YIELD: the last sender's ends the keys here. -1: malformed."""
+    cdef Yield *y
+    if h.divisor == 0 or h.divisor > MOST_CLASSES or h.term == 0:
+        return -1
+    y = yield_of(lane, h)
+    if y == NULL or y.over:
+        return -1
+    y.senders += 1
+    if y.senders == lane.settings.senders:
+        leave_keys(lane, y)
+    return 0

@@ -1,0 +1,126 @@
+"""Servers that join a running job get their share of the keys: no sum is lost, and the bits are
+those of a job in which no key moves.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+
+from cluster.test_server_deaths import SIZES
+from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
+from cluster.test_server_deaths_compressed import STEPS, Trained, environment
+from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
+from cluster.test_server_joins import check, kill, training
+from support.jobs import TRANSPORTS, Job, Process
+
+#: A training whose workers wait before step 10.
+_GATED = """
+    import bpsx, hashlib, numpy as np
+
+    bpsx.init()
+    weights = [np.linspace(-1, 1, n, dtype=np.float32) for n in {sizes}]
+    for step in range({steps}):
+        if step == 10:
+            report("gate")
+            hear()
+        handles = []
+        for i, w in enumerate(weights):
+            gradient = w * np.float32(0.1 * (bpsx.rank() + 1)) + np.float32(step)
+            handles.append(bpsx.push_pull_async(gradient, name=f"w{{i}}", average=False))
+        for w, handle in zip(weights, handles):
+            w -= np.float32(0.01) * bpsx.synchronize(handle)
+    report(hashlib.sha256(b"".join(w.tobytes() for w in weights)).hexdigest())
+    bpsx.shutdown()
+"""
+
+
+def summed(server: Process) -> int:
+    """Bytes of the results of a server that has ended, over its lanes."""
+    lanes = re.findall(r"lane \d+: rounds \d+, bytes (\d+)", server.text())
+    assert lanes, server.text()
+    return sum(map(int, lanes))
+
+
+def joined(job: Job, count: int = 1) -> None:
+    """Wait until ``count`` terms that give keys to new servers are over."""
+    job.scheduler.wait_for_line("bytes of the job's tensors", count=count)
+
+
+def gated(steps: int, transport: str, servers: int, workers: int = 2, **env: str) -> Job:
+    """A training whose workers wait before step 10; see :func:`pass_gate`."""
+    own = {"BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers", "BYTEPS_LOG_LEVEL": "info", **env}
+    source = _GATED.format(sizes=SIZES, steps=steps)
+    return Job(source, workers=workers, servers=servers, env={**TRANSPORTS[transport], **own})
+
+
+def await_gate(job: Job) -> None:
+    for worker in job.workers:
+        worker.wait_for_line("gate")
+
+
+def pass_gate(job: Job) -> None:
+    for worker in job.workers:
+        worker.say("go")
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_third_server_gets_a_third_of_the_bytes(transport):
+    """It joins after 10 of 40 steps, so it sums 30 thirds, and the others 10 halves more."""
+    with gated(40, transport, servers=2, BYTEPS_PARTITION_BYTES="131072") as job:
+        await_gate(job)
+        job.start_server(2)
+        joined(job)
+        pass_gate(job)
+        check(job, 40)
+        for server in job.servers:
+            assert server.wait() == 0, server.text()
+        first, second, third = [summed(server) for server in job.servers]
+    step = (first + second + third) / 40
+    assert abs(third / step - 10) < 1, (first, second, third, step)
+    assert abs(first / step - 15) < 1 and abs(second / step - 15) < 1, (first, second, third, step)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_keys_move_again_and_again(transport, workers):
+    """Servers join, and the oldest leave or die, while workers push."""
+    steps = 120
+    with training(steps, transport, workers, servers=2) as job:
+        for turn in range(4):
+            for worker in job.workers:
+                worker.wait_for_line(str(20 * turn))
+            job.start_server(turn + 2)
+            joined(job, turn + 1)
+            if turn % 2:
+                kill(job, turn)
+            else:
+                job.servers[turn].signal(signal.SIGTERM)
+        check(job, steps)
+
+
+@pytest.mark.parametrize(
+    ("transport", "compressor"), [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering")]
+)
+def test_compressed_keys_move(transport, compressor):
+    """With residuals of workers and servers, momentum and counters."""
+    with Job(COMPRESSED, workers=2, servers=3, env=environment(compressor, transport)) as job:
+        for turn, step in enumerate((STEPS // 4, STEPS // 2 + 1)):
+            job.workers[0].wait_for_line(str(step))
+            job.start_server(turn + 3)
+            joined(job, turn + 1)
+        trained = Trained(job)
+    assert trained.hashes == undisturbed_compressed(compressor, 2)
+
+
+def test_balance_may_be_switched_off():
+    with gated(20, "tcp", servers=2, BPSX_ELASTIC_BALANCE="0") as job:
+        await_gate(job)
+        job.start_server(2)
+        job.scheduler.wait_for_line("has joined: all workers")
+        pass_gate(job)
+        check(job, 20)
+        assert job.servers[2].wait() == 0 and summed(job.servers[2]) == 0
+        assert "term 1" not in job.scheduler.text()
