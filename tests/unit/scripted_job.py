@@ -212,9 +212,10 @@ class Worker(Node):
             self.decisions.last = m["last"]
         elif kind == "TERM":
             assert m["term"] == len(self.decisions.terms) + 1
-            lanes = {lane for _, targets in m["moves"] for lane, _ in targets}
+            yields = m.get("yields", [])
+            lanes = {to for *_, targets in [*m["moves"], *yields] for to, _ in targets}
             assert not any(lane >= len(self.decisions.servers) for lane in lanes)
-            self.decisions.terms.append((m["term"], m["moves"], m["text"], m["missed"]))
+            self.decisions.terms.append((m["term"], m["moves"], m["text"], m["missed"], yields))
         elif kind == "LANES":
             assert m["server"] == m["first"] == len(self.decisions.servers)
             self.decisions.come(m)
@@ -293,8 +294,10 @@ class World:
             grace=GRACE,
         )
 
-    def dead_lanes(self) -> list[int]:
-        return [n.rank for n in self.nodes if n.role == "server" and n.dead and n.rank >= 0]
+    def dead_lanes(self) -> set[int]:
+        """Lanes of dead servers, but not of one that no worker knew and whose rank another has."""
+        servers = [n for n in self.nodes if n.role == "server" and n.rank >= 0]
+        return {n.rank for n in servers if n.dead} - {n.rank for n in servers if not n.dead}
 
     def by_ident(self, ident: bytes) -> Node | None:
         return next((n for n in self.nodes if n.ident == ident), None)

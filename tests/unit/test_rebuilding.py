@@ -23,10 +23,10 @@ def decided_once(world: World) -> None:
 
 def resolved(place: list[int], terms: list) -> tuple[int, int]:
     _, lane, slot, _ = place
-    for _, moves, _, _ in terms:
-        for lost, targets in moves:
-            if lost == lane:
-                to, base = targets[slot % len(targets)]
+    for _, moves, _, _, yields in terms:
+        for of, limit, targets in [*((lost, 1 << 32, to) for lost, to in moves), *yields]:
+            to, base = targets[slot % len(targets)]
+            if of == lane != to and slot < limit:
                 lane, slot = to, base + slot // len(targets)
                 break
     return lane, slot
@@ -121,14 +121,16 @@ def begin(script: str, world: World) -> None:
             world.deliver(hub.waiting(worker.ident, waiting(item), world.now))
     elif script == "late":
         world.act(world.arrive())
-    elif script == "late, then used":
+    elif script in ("late, then used", "late, then given keys"):
         world.act(world.arrive())
         settle_now(world)
         for worker in world.workers:
             worker.connect()
             world.act(worker)
-        world.kill(world.nodes[0])
-        world.bury(world.nodes[0])
+        assert hub.terms is not None and hub.terms.number == 1, "it gets keys of the others"
+        if script == "late, then used":
+            world.kill(world.nodes[0])
+            world.bury(world.nodes[0])
     elif script == "late, then gone":
         late = world.arrive()
         world.act(late)
@@ -157,7 +159,7 @@ def take_some(world: World, rng: random.Random) -> None:
                 node.take()
 
 
-LATE = ["late", "late, then used", "late, then gone"]
+LATE = ["late", "late, then used", "late, then given keys", "late, then gone"]
 SCRIPTS = ["term", "join", "joined", "mismatch", "reset", "bye", *LATE]
 
 

@@ -22,11 +22,11 @@ class Decisions:
 
     ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of servers that have
     ended, of which no term has moved keys when it was told. ``terms``: number, moves, text, whether
-    results may have gone with a worker, and what living lanes yield. ``moved``: the latest term to which
-    this worker has moved, partitions, bytes pushed again. ``reset``: status and text of the latest
-    stall. ``joins``: number of joins that all have completed; ``last``: the rank that came last to
-    the latest. ``cleared``: number of joins whose marks this machine's root has cleared. ``doubt``:
-    status and text, if this worker has asked to end the job.
+    results may have gone with a worker, and what living lanes yield. ``moved``: the latest term to
+    which this worker has moved, partitions, bytes pushed again. ``reset``: status and text of the
+    latest stall. ``joins``: number of joins that all have completed; ``last``: the rank that came
+    last to the latest. ``cleared``: number of joins whose marks this machine's root has cleared.
+    ``doubt``: status and text, if this worker has asked to end the job.
     """
 
     def __init__(self, servers: list[Any], keep: bool) -> None:
