@@ -20,6 +20,10 @@ from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import Told
 
 
+#: Why a server is refused that was about to join.
+_STRANGER = "this server had not joined the job when its scheduler died: start it again"
+
+
 class Rebuilding(Membership):
     """A job's state, which the nodes of a running job can restore.
 
@@ -83,6 +87,8 @@ class Rebuilding(Membership):
             return "the job is over"
         if text := self._replacement(m):
             return text
+        if m["role"] == "server" and self._roster.same(m) is None:
+            return _STRANGER
         who = f"{m['role']} {m['rank']}"
         return f"this process has been replaced: the scheduler had lost its connection to {who}"
 
@@ -194,8 +200,7 @@ class Rebuilding(Membership):
             if r.rank in replaced:
                 term = len(job.longest.terms) if job.longest is not None else 0
                 out.append(_refuse(r.ident, f"this server has been replaced in term {term}", True))
-        text = "this server had not joined the job when its scheduler died: start it again"
-        return out + [_refuse(r.ident, text, over=True) for r in job.strangers()]
+        return out + [_refuse(r.ident, _STRANGER, over=True) for r in job.strangers()]
 
     def _fill_roster(
         self, job: Returning, longest: Report | None, servers: dict[int, Report], replaced: set[int]
