@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+from deaths import OPERATIONS, Struck
 
 from cluster.test_server_deaths import SIZES
 from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
@@ -113,6 +114,43 @@ def test_compressed_keys_move(transport, compressor):
             joined(job, turn + 1)
         trained = Trained(job)
     assert trained.hashes == undisturbed_compressed(compressor, 2)
+
+
+#: What happens while keys move -> servers that are killed or asked to leave, and number of terms.
+#: Servers 0 and 1 yield keys, server 2 gets them.
+DURING: dict[str, tuple[list[int], int, int]] = {
+    "nothing": ([], signal.SIGKILL, 1),
+    "an old one dies": ([0], signal.SIGKILL, 2),
+    "the new one dies": ([2], signal.SIGKILL, 2),
+    "both die": ([1, 2], signal.SIGKILL, 3),
+    "the old ones die": ([0, 1], signal.SIGKILL, 3),
+    "an old one leaves": ([0], signal.SIGTERM, 2),
+    "the new one leaves": ([2], signal.SIGTERM, 2),
+}
+#: Each operation with several transports and deaths.
+SOME = [
+    (transport, operation, during)
+    for i, operation in enumerate(OPERATIONS)
+    for j, during in enumerate(DURING)
+    if (transport := list(TRANSPORTS)[(i + j) % len(TRANSPORTS)])
+]
+
+
+@pytest.mark.parametrize(("transport", "operation", "during"), SOME)
+def test_keys_move_in_the_middle_of_an_operation(transport, operation, during):
+    """The old servers are stopped, so that the operation is under way, and keys wait to move."""
+    struck, number, terms = DURING[during]
+    with Struck(operation, transport) as job:
+        job.begin()
+        job.start_server(2)
+        for worker in job.workers:
+            worker.wait_for_line("term 1: keys of the others move to server 2")
+        for i in struck:
+            job.servers[i].signal(number)
+            if number == signal.SIGKILL:
+                job.servers[i].wait()
+        job.resume()
+        job.end_well(*(job.servers[i] for i in struck), terms=terms)
 
 
 def test_balance_may_be_switched_off():
