@@ -190,7 +190,8 @@ def test_a_state_that_was_set_gives_way_to_later_snapshots_only(rigs, snapshot_a
     r.send(w.ANSWER, r.take(w.PUSH), set_.tobytes(), round=2, slot=2)
     handle.wait(60)
     r.send(w.SNAP, push, bytes(STATE_BYTES), round=snapshot_after)
-    assert r.round(3).flags & w.KEPT
+    # The thread that begins a round sends its push before it reads what has come meanwhile.
+    assert any(r.round(number).flags & w.KEPT for number in (3, 4))
     said = r.lose_lane()
     assert bool(said.flags & w.WAS_SET) == (kept == "set")
     assert said.state == (2 if kept == "set" else 3)

@@ -263,22 +263,20 @@ def job_that_outlives_servers() -> None:
 
 
 def job_that_gets_more_servers() -> None:
-    m = elastic(2, 1)
+    m = elastic(2, 2)
     for n in range(8):
         m.declare(b"w0", declare(f"t{n}", [100_000]))
     for n in (0, 1):
-        m.hello(b"l%d" % n, late_server(n))
+        m.hello(b"l%d" % n, late_server(n, servers=2))
         for who in (b"w0", b"w1"):
-            m.connected(who, {"server": n + 1, "failure": ""}, 1.0)
+            m.connected(who, {"server": n + 2, "failure": ""}, 1.0)
+        assert m.terms.number == 1 + 2 * n and m.terms.state is Handover.MOVING
         for who in (b"w0", b"w1"):
-            m.moved(who, {"term": n + 1, "partitions": 0, "again": 0}, 2.0)
-        if n == 0:
-            m.settle(60.0)
-        assert m.terms.number == n + 1
-    m.hello(b"l2", late_server(2))
-    for who in (b"w0", b"w1"):
-        m.connected(who, {"server": 3, "failure": ""}, 3.0)
-    assert m.terms.number == 3
+            m.moved(who, {"term": m.terms.number, "partitions": 0, "again": 0}, 2.0)
+        assert m.terms.state is (Handover.SETTLING if n else Handover.SETTLED)
+        m.gone(b"s%d" % n, "cut")
+        for who in (b"w0", b"w1"):
+            m.moved(who, {"term": m.terms.number, "partitions": 0, "again": 0}, 2.0)
 
 
 def job_that_runs_out_of_servers() -> None:

@@ -292,6 +292,8 @@ class Terms:
         if self.state is Handover.MOVING and not self._open:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_MOVED)
             self._moved_at = self._latest
+            if not self._unsettled:  # no server was lost, so no outcome with it
+                self.state = HANDOVER.after(self.state, HandoverEvent.TIME_OVER)
 
     def left(self, sender: bytes) -> None:
         """``sender`` is gone, in good order.
