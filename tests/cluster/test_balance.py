@@ -15,6 +15,7 @@ from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
 from cluster.test_server_deaths_compressed import STEPS, Trained, environment
 from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
 from cluster.test_server_joins import check, kill, training
+from cluster.test_struck_servers import KINDS
 from support.jobs import TRANSPORTS, Job, Process
 
 #: A training whose workers wait before step 10.
@@ -151,6 +152,69 @@ def test_keys_move_in_the_middle_of_an_operation(transport, operation, during):
                 job.servers[i].wait()
         job.resume()
         job.end_well(*(job.servers[i] for i in struck), terms=terms)
+
+
+@pytest.mark.parametrize("during", ["nothing", "an old one dies", "the new one dies"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", ["many", "join"])
+def test_keys_move_in_other_jobs(kind, operation, during):
+    """Several processes a machine, urgent messages first, several lanes, fixed order."""
+    struck, number, terms = DURING[during]
+    with Struck(operation, "tcp", **KINDS[kind]) as job:
+        job.begin()
+        job.start_server(2)
+        for worker in job.workers:
+            worker.wait_for_line("term 1: keys of the others move to server 2")
+        for i in struck:
+            job.servers[i].signal(number)
+            job.servers[i].wait()
+        job.resume()
+        job.end_well(*(job.servers[i] for i in struck), terms=terms)
+
+
+@pytest.mark.parametrize(
+    ("transport", "compressor"), [("tcp", "onebit"), ("shm", "topk"), ("zmq", "randomk")]
+)
+def test_compressed_keys_move_while_servers_die(transport, compressor):
+    """First the server that yields keys dies, then the one that gets them."""
+    with Job(COMPRESSED, workers=2, servers=3, env=environment(compressor, transport)) as job:
+        for turn, (step, victim) in enumerate(((STEPS // 4, 0), (STEPS // 2 + 1, 4))):
+            job.workers[0].wait_for_line(str(step))
+            job.start_server(turn + 3)
+            job.scheduler.wait_for_line("keys of the others move to server", count=turn + 1)
+            job.servers[victim].signal(signal.SIGKILL)
+            job.servers[victim].wait()
+        trained = Trained(job)
+    assert "term 4" in trained.scheduler
+    assert trained.hashes == undisturbed_compressed(compressor, 2)
+
+
+@pytest.mark.parametrize(
+    ("transport", "operation"), [("zmq", "large"), ("tcp", "many"), ("shm", "join")]
+)
+def test_the_scheduler_dies_while_keys_move(transport, operation):
+    """Another one learns of the rules: it places new tensors, and moves keys of a lost server."""
+    with Struck(operation, transport) as job:
+        job.begin()
+        job.start_server(2)
+        for worker in job.workers:
+            worker.wait_for_line("term 1: keys of the others move to server 2")
+        job.scheduler.signal(signal.SIGKILL)
+        job.scheduler.wait()
+        job.resume()
+        if operation != "join":  # which needs a scheduler
+            job.await_line("ended")
+        job.start_scheduler(int(job.port))
+        for worker in job.workers:
+            worker.wait_for_line("is back, after")
+        job.await_line("ended")
+        kill(job, 0)
+        job.await_line("goes on with term 2")
+        job.go_on()
+        for process in (*job.workers, *job.servers[1:], job.scheduler):
+            assert process.wait() == 0, job.everything()
+        for worker in job.workers:
+            assert worker.reports()[-1] == [], job.everything()
 
 
 def test_balance_may_be_switched_off():
