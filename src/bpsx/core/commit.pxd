@@ -1,0 +1,62 @@
+# Commits of push_pulls: in a job that goes on without workers that it loses, a result is used only
+# once all results that are decided together are there. docs/internals/elastic-workers.md has the
+# reasons.
+#
+# Until then the answers are only kept, the partitions stay in PULL, and what was pushed is intact.
+# Only the driver calls these functions.
+from libc.stdint cimport uint32_t
+
+from bpsx.core.keep cimport forget_kept, note_arrival
+from bpsx.core.partition cimport Kept, Partition, Task, Tensor
+from bpsx.core.stage cimport advance, fail_core, fail_partition
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_JOINED, E_MEMORY
+from bpsx.core.stream_copy cimport copy_nontemporal
+from bpsx.core.wire cimport LEAST_ACKNOWLEDGED
+
+
+cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
+    """Use the kept answer of a partition, and acknowledge it."""
+    cdef Kept *kept = p.kept
+    cdef int status = kept.outcome.status
+    p.answered = False
+    if status != DONE:
+        fail_partition(
+            c, p, status,
+            # The server may know only the machine of a broadcast's root.
+            p.tensor.current.divisor if status == E_JOINED else kept.outcome.a, kept.outcome.b
+        )
+        return
+    if kept.length and kept.body != p.target:
+        copy_nontemporal(p.target, kept.body, kept.length)
+    if kept.length > LEAST_ACKNOWLEDGED and not note_arrival(&c.lanes.at[p.lane], p):
+        fail_core(c, E_MEMORY)
+    advance(c, p)
+
+
+cdef inline void commit(Core *c, Tensor *tensor) noexcept nogil:
+    """Commit the current task of a tensor, if all its answers are there."""
+    cdef Task *task = tensor.current
+    cdef uint32_t i
+    if task == NULL or tensor.answered == 0 or tensor.answered < task.remaining:
+        return
+    tensor.answered = 0
+    # The last one may end the task and start the tensor's next, which has no answers.
+    for i in range(tensor.n_parts):
+        if tensor.parts[i].answered:
+            deliver(c, &tensor.parts[i])
+
+
+cdef inline void hold_answer(Core *c, Partition *p) noexcept nogil:
+    """Note that the answer of a partition, which is kept, has arrived."""
+    p.answered = True
+    p.tensor.answered += 1
+    commit(c, p.tensor)
+
+
+cdef inline void withdraw(Core *c, Partition *p) noexcept nogil:
+    """Forget the answer of a partition, if it has not been committed."""
+    if p.answered:
+        p.answered = False
+        p.tensor.answered -= 1
+        forget_kept(c, p)

@@ -1,0 +1,79 @@
+# Workers that the job has lost and goes on without: all keys of the lane are taken over anew, by the
+# same lane. docs/internals/elastic-workers.md describes the protocol.
+from libc.stdint cimport uint32_t
+
+from bpsx.core.wire cimport Header
+from bpsx.server.lane cimport Lane
+from bpsx.server.reply cimport let_go
+from bpsx.server.rounds cimport drop_held
+from bpsx.server.store cimport ASKING, KeyState, forget_round
+from bpsx.server.takeover cimport begin_takeover, end_takeover
+from bpsx.system.sync cimport atomic_load
+
+
+cdef inline bint is_stale(Lane *lane, Header *h) noexcept nogil:
+    """Whether a record was sent before its sender knew of the latest lost worker; count it.
+
+    The sender says all of it again.
+    """
+    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
+    if not lane.settings.shrinks:
+        return False
+    if h.term >= lane.terms.era and (e == NULL or e.key != h.key or h.term >= e.term):
+        return False
+    lane.counters.stale += 1
+    return True
+
+
+cdef inline bint renew(Lane *lane, KeyState *e, uint32_t term) noexcept nogil:
+    """Begin a takeover of a key by its own lane. False: no memory.
+
+    What was pushed before counts no more: the senders push what no survivor has committed again.
+    """
+    cdef uint32_t sender
+    drop_held(lane, e)
+    let_go(lane, e.memory.first)
+    if lane.watch != NULL and e.round.pushed:
+        lane.watch.server.open_rounds -= 1
+    forget_round(e, lane.settings.senders)
+    if e.takeover != NULL:
+        if e.takeover.state == ASKING:
+            lane.terms.at[e.term].asking -= 1
+        end_takeover(lane, e)
+    for sender in range(lane.settings.senders):
+        e.shares[sender].unacknowledged = e.shares[sender].settles = False
+    e.unacknowledged = 0
+    e.term = term
+    return begin_takeover(lane, e)
+
+
+cdef inline uint32_t note_drops(Lane *lane) noexcept nogil:
+    """Note the senders that have been dropped since the last call.
+
+    Returns the latest term of these drops, 0: there are none.
+    """
+    cdef uint32_t sender, latest = 0
+    for sender in range(lane.settings.senders):
+        if lane.absent.lost[sender] or not atomic_load(&lane.absent.dropped[sender]):
+            continue
+        lane.absent.lost[sender] = lane.absent.skipped[sender] = lane.absent.any_skipped = True
+        lane.absent.living -= 1
+        latest = max(latest, <uint32_t>atomic_load(&lane.absent.dropped[sender]))
+    return latest
+
+
+cdef inline bint take_drops(Lane *lane) noexcept nogil:
+    """Begin takeovers of all keys if senders have been dropped; returns whether any have.
+
+    Without memory for a takeover the lane ends.
+    """
+    cdef uint32_t i, latest = note_drops(lane)
+    cdef KeyState *e
+    if latest == 0:
+        return False
+    lane.terms.era = max(lane.terms.era, latest)
+    for i in range(lane.keys.n):
+        e = lane.keys.at[i]
+        if e != NULL and e.term < latest and not renew(lane, e, latest):
+            lane.counters.dropped += 1
+    return True

@@ -1,0 +1,35 @@
+"""Random runs of cores and lanes that lose workers and lanes, with messages in random order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.dropped import Shrinking
+
+#: Options of a run -> its arguments.
+KINDS = {
+    "one of two": {"workers": 2, "losses": 0},
+    "one of three": {"workers": 3, "tensors": 4, "losses": 0},
+    "two of four": {"workers": 4, "tensors": 3, "losses": 0, "drops": 2},
+    "workers and lanes": {"workers": 3, "tensors": 4, "losses": 2, "drops": 2},
+    "fixed order": {"workers": 4, "tensors": 3, "fixed_order": True, "drops": 2},
+    "scheduled": {"workers": 3, "tensors": 3, "scheduled": True},
+    "overtaking": {"workers": 3, "tensors": 3, "reorder": 0.2, "drops": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_get_the_same_outcomes_with_a_lost_worker_or_without(kind):
+    for _ in range(20):
+        seed = random.randrange(2**32)
+        script = Shrinking(seed, **KINDS[kind])
+        try:
+            script.run()
+            script.check()
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        finally:
+            script.close()
