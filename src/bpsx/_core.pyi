@@ -27,6 +27,8 @@ class Core:
         ahead_ms: float = 0,
         beside: Collection[int] = (),
         elastic: bool = False,
+        shrinks: bool = False,
+        senders: int = 1,
     ) -> None: ...
     @property
     def pid(self) -> int: ...
@@ -44,6 +46,7 @@ class Core:
         moves: list[tuple[int, list[tuple[int, int]]]],
         missed: bool = False,
         yields: list[tuple[int, int, list[tuple[int, int]]]] = ...,
+        living: int = 0,
     ) -> None: ...
     def abi(self) -> Any: ...
     def take_moved(self) -> list[tuple[int, int, int]]: ...

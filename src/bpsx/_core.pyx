@@ -101,7 +101,7 @@ cdef class Core:
     def __cinit__(
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
         machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=(),
-        bint elastic=False
+        bint elastic=False, bint shrinks=False, uint32_t senders=1
     ):
         """``endpoint``: an object with ``abi()``; ``lanes``: the server's number for each lane;
         ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: bound on what is in
@@ -110,7 +110,8 @@ cdef class Core:
         :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and
         ``rank`` is then the machine's number; ``telemetry``: count the bytes of completed tensors;
         ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`; ``elastic``: keep the latest results
-        for other workers, as a server may be lost.
+        for other workers, as a server may be lost; ``shrinks``: go on without workers that are
+        lost, of ``senders`` at the beginning.
         """
         memset(&self.c, 0, sizeof(CCore))
         self.c.moving.told = -1
@@ -133,7 +134,8 @@ cdef class Core:
         self.c.settings.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.settings.telemetry = telemetry
-        self.c.settings.elastic = elastic
+        self.c.settings.elastic, self.c.settings.shrinks = elastic, elastic and shrinks
+        self.c.settings.senders = self.c.moving.living = senders
         if elastic:
             self.c.moving.told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch = watch
@@ -458,24 +460,28 @@ cdef class Core:
         return self.c.moving.told
 
     def begin_term(
-        self, uint32_t term, list moves not None, bint missed=False, list yields not None=[]
+        self, uint32_t term, list moves not None, bint missed=False, list yields not None=[],
+        uint32_t living=0
     ) -> None:
-        """Hand the loss of lanes, or slots that lanes yield, to the driver; any thread.
+        """Hand the loss of lanes or workers, or slots that lanes yield, to the driver; any thread.
 
         ``moves``: pairs of a lost lane and its targets, which are pairs of a lane and its first
         slot: see docs/internals/elastic.md. ``missed``: a worker has left before, so that nobody
         waits for the keys to be taken. ``yields``: for lanes that live, triples of the lane, the
-        number of its slots, and their at most 64 targets; those on the lane itself stay. Raises
+        number of its slots, and their at most 64 targets; those on the lane itself stay.
+        ``living``: number of senders that are left if workers have been lost, else 0. Raises
         :class:`ValueError` for lanes that do not exist.
         """
         if not self.c.settings.elastic or self.c.endpoint.drop == NULL:
             raise ValueError("this core cannot move partitions to other lanes")
+        if living and not self.c.settings.shrinks or living > self.c.settings.senders:
+            raise ValueError(f"this core cannot go on with {living} of {self.c.settings.senders}")
         lost = [(lane, 0xFFFFFFFF, list(targets)) for lane, targets in moves]
         given = [(lane, limit, list(targets)) for lane, limit, targets in yields]
-        tell_term(&self.c, self._new_term(term, lost, missed, given))
+        tell_term(&self.c, self._new_term(term, lost, missed, given, living))
 
     cdef Term *_new_term(
-        self, uint32_t number, list lost, bint missed, list yields
+        self, uint32_t number, list lost, bint missed, list yields, uint32_t living
     ) except NULL:
         cdef Term *term = <Term *>calloc(1, sizeof(Term))
         cdef uint32_t i
@@ -483,11 +489,14 @@ cdef class Core:
         told = sorted({to for lane, _, targets in moves for to, _ in targets if to != lane})
         if term != NULL:
             term.moves = <Move *>calloc(max(len(moves), 1), sizeof(Move))
-            term.told = <Told *>calloc(max(len(told), 1), sizeof(Told))
+            # If workers are lost, the driver fills in the lanes that live.
+            term.room = max(<uint32_t>len(told), self.c.lanes.n if living else 0, <uint32_t>1)
+            term.told = <Told *>calloc(term.room, sizeof(Told))
         if term == NULL or term.moves == NULL or term.told == NULL:
             free_term(term)
             raise MemoryError("no memory for a term")
         term.number, term.missed, term.n_told = number, missed, <uint32_t>len(told)
+        term.living = living
         try:
             for i, to in enumerate(told):
                 term.told[i].lane = to
@@ -505,9 +514,7 @@ cdef class Core:
         cdef uint32_t i
         if move.yields and len(targets) > MOST_CLASSES:
             raise ValueError(f"lane {lane} yields to {len(targets)} targets; at most 64 may be")
-        lanes = [lane]
-        for target, _ in targets:
-            lanes.append(target)
+        lanes = [lane] + [target for target, _ in targets]
         if not targets or max(lanes) >= self.c.lanes.n:
             raise ValueError(f"lane {lane} moves to {targets}; there are {self.c.lanes.n} lanes")
         move.targets = <Target *>calloc(len(targets), sizeof(Target))

@@ -70,8 +70,8 @@ class Shrinking(Script):
         wrong = [text for round_ in self.rounds if (text := self._wrong(round_))]
         assert not wrong, wrong[:3]
         for worker in self.workers:
-            terms = [term for term, _, _ in worker.core.take_moved()]
-            assert terms == list(range(1, self.term + 1)), terms
+            assert worker.moved() == self.term
+            assert worker.terms == list(range(1, self.term + 1)), worker.terms
             assert worker.core.outstanding == 0
         counts = [part.counters() for part in (*(w.core for w in self.workers), *self.lanes)]
         assert all(count["malformed"] == 0 for count in counts), counts

@@ -11,7 +11,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from support import wire as w
 
 #: Bytes of tensors: barriers, inline without and with acknowledgement, and large.
 SIZES = [0, 64, 8192, 40_000]
-SUM, BROADCAST, MISMATCH = "sum", "broadcast", "mismatch"
+SUM, BROADCAST, MISMATCH, AVERAGE = "sum", "broadcast", "mismatch", "average"
 #: Seconds without any progress after which a run counts as hung.
 PATIENCE = 5.0
 _Message = tuple[bytes, bytes | None]
@@ -97,8 +97,8 @@ class Round:
 class Worker:
     """What a worker does: rounds of tensors until it joins, again and again."""
 
-    def __init__(self, rank: int, core: Core, tensors: list[Tensor]) -> None:
-        self.rank, self.core, self.tensors = rank, core, tensors
+    def __init__(self, rank: int, core: Core, tensors: list[Tensor], senders: int) -> None:
+        self.rank, self.core, self.tensors, self.senders = rank, core, tensors, senders
         self.todo: list[tuple[int, Round]] = []  # of this generation
         self.begun: list[tuple[Round, Any, Any, Any]] = []
         self.joined = False
@@ -112,8 +112,10 @@ class Worker:
         name, target, more = self.tensors[at].name, np.full_like(data, -7), {}
         if round_.kind == BROADCAST:
             more = {"broadcast": True, "divisor": root}
+        elif round_.kind == AVERAGE:
+            more = {"divisor": self.senders}
         elif round_.kind == MISMATCH:
-            more = {"divisor": self.rank + 1}
+            more = {"divisor": self.senders if self.rank == root else 1}
         source = None if round_.kind == BROADCAST and self.rank != root else data
         request = Request(name, source, target, priority=-at, **more)
         handle = self.core.submit(self.tensors[at], request)
@@ -146,6 +148,8 @@ class Worker:
 class Script:
     """A run: ``generations`` times each worker does its rounds and joins, while lanes are lost."""
 
+    core_options: ClassVar[dict[str, Any]] = {}
+
     def __init__(
         self,
         seed: int,
@@ -174,7 +178,12 @@ class Script:
         self.losses, self.generations, self.generation = losses, generations, 0
         places = [self._cut(i) for i in range(tensors)]
         self.workers = [
-            Worker(i, self._core(i, end, lanes), [self._tensor(k, p) for k, p in enumerate(places)])
+            Worker(
+                i,
+                self._core(i, end, lanes),
+                [self._tensor(k, p) for k, p in enumerate(places)],
+                workers,
+            )
             for i, end in enumerate(self.up.ends)
         ]
         self.sizes = [sum(length for *_, length in p) for p in places]
@@ -197,7 +206,14 @@ class Script:
 
     def _core(self, rank: int, end: LoopbackEndpoint, lanes: int) -> Core:
         core = Core(
-            end, rank=rank, job=7, lanes=range(lanes), credit=50_000, spin_us=0, elastic=True
+            end,
+            rank=rank,
+            job=7,
+            lanes=range(lanes),
+            credit=50_000,
+            spin_us=0,
+            elastic=True,
+            **self.core_options,
         )
         core.start()
         return core
@@ -212,7 +228,8 @@ class Script:
 
         A worker that takes part in fewer rounds of one tensor does so of all: it joins earlier.
         """
-        order = self.rng.sample(range(len(self.workers)), len(self.workers))
+        by_rank = {worker.rank: worker for worker in self.workers}
+        order = self.rng.sample(sorted(by_rank), len(by_rank))
         for at, size in enumerate(self.sizes):
             counts = sorted(self.rng.randrange(4) for _ in self.workers)
             for r in range(max(counts)):
@@ -224,7 +241,7 @@ class Script:
                     kind = SUM  # the divisor of its only push
                 self.rounds.append(Round(kind, inputs, root))
                 for i in ranks:
-                    self.workers[i].todo.append((at, self.rounds[-1]))
+                    by_rank[i].todo.append((at, self.rounds[-1]))
         for worker in self.workers:
             self._shuffle(worker)
 
@@ -242,6 +259,10 @@ class Script:
         self.in_join.add(worker.rank)
         for lane in self.living:
             self.lane_mail[lane].append(lambda at=lane: self.lanes[at].joined(worker.rank))
+        self._look_for_joins()
+
+    def _look_for_joins(self) -> None:
+        """Clear the marks of lanes once all workers have joined."""
         if len(self.in_join) == len(self.workers):
             self.uncleared = set(self.living)
             for lane in self.living:

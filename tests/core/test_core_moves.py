@@ -101,6 +101,7 @@ def test_an_unanswered_round_is_pushed_again(elastic, nbytes):
     assert (register.slot, register.cookie, register.body) == (r.new_slot, nbytes, b"x")
     assert [r.next(w.HAVES, lane).cookie for lane in (1, 2)] == [r.target == 1, r.target == 2]
     again = r.next(w.PUSH, r.target)
+    # The cookie's upper half tells the answer from one to the first push.
     assert again.cookie == first.cookie | 1 << 32
     assert again._replace(slot=first.slot, term=0, cookie=first.cookie) == first
     r.reply(again, array(nbytes, 3).tobytes(), 0)  # a lost lane is not heard

@@ -17,6 +17,8 @@ KINDS = {
     "fixed order": {"workers": 4, "tensors": 3, "fixed_order": True, "drops": 2},
     "scheduled": {"workers": 3, "tensors": 3, "scheduled": True},
     "overtaking": {"workers": 3, "tensors": 3, "reorder": 0.2, "drops": 2},
+    "newcomers": {"workers": 3, "tensors": 8, "lanes": 5, "newcomers": 3, "losses": 0},
+    "all": {"workers": 4, "lanes": 6, "newcomers": 3, "reorder": 0.2, "drops": 2, "losses": 2},
 }
 
 

@@ -90,7 +90,10 @@ cdef inline bint keep_result(
     if kept == NULL:
         return False
     kept.length = length
-    if length > LEAST_ACKNOWLEDGED and not note_arrival(&c.lanes.at[p.lane], p):
+    # What may have to be pushed again is acknowledged when it is committed.
+    if length > LEAST_ACKNOWLEDGED and not c.settings.shrinks and not note_arrival(
+        &c.lanes.at[p.lane], p
+    ):
         return False
     if c.endpoint.keeps and m.has_body and body == m.body and length:
         kept.message, kept.in_message, kept.body = m[0], True, body

@@ -8,6 +8,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from bpsx.core.busy cimport count_work
+from bpsx.core.commit cimport withdraw
 from bpsx.core.keep cimport forget_kept
 from bpsx.core.late cimport count_living, end_lane
 from bpsx.core.logs cimport describe, has_backup
@@ -131,6 +132,7 @@ cdef inline void announce(Core *c, Partition *p) noexcept nogil:
     """A partition has moved: push its round again if it has not been answered."""
     cdef bint unanswered = p.stage == PUSH or p.stage == PULL
     cdef Term *term = term_under_way(c, p.term)
+    withdraw(c, p)
     p.registered = False
     if not unanswered and received(p) == 0 and not has_backup(p):
         return                  # no other worker can have more of it, and this one needs nothing
@@ -219,11 +221,62 @@ cdef inline void lose_lane(Core *c, Move *move) noexcept nogil:
     end_lane(c, move.lane)
 
 
+cdef inline bint will_yield(Core *c, Partition *p) noexcept nogil:
+    """Whether a partition's lane has yet to yield its slot."""
+    cdef Move *move = c.lanes.at[p.lane].yielding
+    return move != NULL and target_of(move, p.slot) != NULL
+
+
+cdef inline void renew(Core *c, Term *term, Partition *p) noexcept nogil:
+    """Give a partition to its own lane anew; push what has not been committed again.
+
+    That of a lane which is lost, or has yet to yield it, waits until it moves.
+    """
+    cdef bint unanswered = p.stage == PUSH or p.stage == PULL
+    withdraw(c, p)
+    p.term, p.registered = term.number, False
+    if c.lanes.at[p.lane].lost or will_yield(c, p):
+        return
+    if not unanswered and received(p) == 0 and not has_backup(p):
+        return
+    term.partitions += 1
+    send_have(c, p, unanswered and not p.is_codec_state)
+    count_have(term, p.lane)
+    if unanswered:
+        term.again += HEADER_BYTES + push_bytes(p)
+        p.stage_index = <uint8_t>place_of_push(p)
+        enter(c, p)
+
+
+cdef inline void drop_workers(Core *c, Term *term) noexcept nogil:
+    """Workers are lost: what they have pushed counts if some survivor has committed it.
+
+    The takeovers of earlier terms begin anew.
+    """
+    cdef uint32_t i
+    cdef Lane *lane
+    cdef Term *earlier = term.next
+    c.moving.era, c.moving.living = term.number, term.living
+    c.moving.untaken = 0
+    while earlier != NULL:
+        earlier.said = True
+        earlier = earlier.next
+    for i in range(c.lanes.n):
+        lane = &c.lanes.at[i]
+        lane.untaken = 0
+        if not lane.lost:
+            lane.queue.size = 0
+    term.n_told = min(c.lanes.n_living, term.room)
+    for i in range(term.n_told):
+        term.told[i].lane, term.told[i].haves = c.lanes.living[i], 0
+    for i in range(c.table.n):
+        renew(c, term, c.table.at[i])
+
+
 cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
     """Carry a term out. From here on the lanes refer to its moves.
 
-    A thread drives until all of its keys have been taken, as a lane may ask for an outcome. No lane
-    takes any if a worker has left before, as it sends no HAVES.
+    A thread drives until all of its keys have been taken, as a lane may ask for an outcome.
     """
     cdef uint32_t i
     if c.moving.terms == NULL:
@@ -238,6 +291,8 @@ cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
         else:
             lose_lane(c, &term.moves[i])
     count_living(c)
+    if term.living:
+        drop_workers(c, term)
     follow_moves(c)
     tell_haves(c)
     end_moving(c)
@@ -274,8 +329,10 @@ cdef inline void end_lanes(Core *c, const uint32_t *lanes, uint32_t n) noexcept 
     end_moving(c)
 
 
-cdef inline int note_taken(Core *c, uint32_t peer) noexcept nogil:
+cdef inline int note_taken(Core *c, uint32_t peer, uint32_t term) noexcept nogil:
     """Handle a TOOK. -1: none is awaited."""
+    if term < c.moving.era:
+        return 0
     if c.lanes.at[peer].untaken == 0:
         return -1
     c.lanes.at[peer].untaken -= 1

@@ -151,7 +151,7 @@ cdef struct Partition:
     int64_t position            # bytes queued for servers before this partition
     uint32_t lane               # endpoint's peer number of the lane that sums it
     uint32_t slot               # the lane's index of the key
-    uint32_t index              # this worker's index of the partition; the wire's cookie
+    uint32_t index              # this worker's index of the partition; see cookie_of
     # This worker's rounds of the partition that are over, and how many of them were over at the
     # latest join(), from which messages count.
     uint32_t round
@@ -161,6 +161,7 @@ cdef struct Partition:
     uint8_t stage
     uint8_t stage_index         # position of `stage` in the tensor's list of stages
     bint registered             # REGISTER for this key has been sent
+    bint answered               # in PULL: `kept` is the answer, which has not been committed
     char *source                # data to push in this round; NULL: no body
     char *target                # address for the reply's body
     uint32_t divisor            # divisor for the server, see Header
@@ -208,6 +209,7 @@ cdef struct Tensor:
     Text name
     Text codec                  # compression, in one line as spec.py writes it; empty: none
     Task *current               # task whose partitions are under way
+    uint32_t answered           # partitions of it that are `answered`
     int64_t started_ns          # submission time of the current task
     bint waits_for_others       # the current task needs the pushes of other workers
     TensorTrace trace
@@ -320,9 +322,11 @@ cdef struct Term:               # see docs/internals/elastic.md
     Move *moves
     uint32_t n
     bint missed                 # a worker has left before: no lane will take the keys
-    Told *told                  # its targets, each once
+    Told *told                  # the lanes that are told HAVES, each once
     uint32_t n_told
+    uint32_t room               # lanes for which `told` has room
     bint said                   # they have been sent HAVES
+    uint32_t living             # senders that are left, if workers have been lost; 0: none has
     # set by the driver: partitions that have moved and had been used, and the bytes pushed again,
     # headers included
     uint64_t partitions
@@ -361,6 +365,11 @@ cdef struct Counters:
     int64_t stale               # records of lost lanes, or of partitions that have moved; ignored
     int64_t logged              # bytes of pushes in the logs, now
     int64_t held                # bytes of snapshots that are held, now
+
+
+cdef inline uint64_t cookie_of(Partition *p) noexcept nogil:
+    """Return the cookie of a push, which tells its answer from one to a push of an earlier term."""
+    return <uint64_t>p.index | <uint64_t>p.term << 32
 
 
 cdef inline uint8_t *wire_of(Partition *p) noexcept nogil:

@@ -8,11 +8,12 @@ from bpsx.core.wire cimport (
     ANSWER, ERROR, FETCH, LEFT, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, WANT, Header, next_record,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
+from bpsx.core.commit cimport commit, hold_answer
 from bpsx.core.keep cimport closes_round, keep_error, keep_result, send_acks, take_settled
 from bpsx.core.late cimport note_ready
 from bpsx.core.logs cimport note_no_sum, note_set, note_sum, take_snapshot
 from bpsx.core.moves cimport give, give_state, note_left, note_taken
-from bpsx.core.partition cimport PULL, Partition, wire_of
+from bpsx.core.partition cimport PULL, Partition, Tensor, cookie_of, wire_of
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_MEMORY, E_PROTOCOL
@@ -25,21 +26,39 @@ cdef enum:
     BYTES_AT_ONCE = 1 << 20     # ... and after copying that many bytes, before the links run idle
 
 
-cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
-    """Whether an ANSWER or ERROR names a partition of this worker, in its round and from its
-    lane.
-    """
+cdef inline Partition *named(Core *c, Message *m, Header *h) noexcept nogil:
+    """The partition of this worker that an ANSWER or ERROR names; NULL: none of that lane."""
+    cdef uint32_t index = <uint32_t>h.cookie
     cdef Partition *p
-    if <uint32_t>h.cookie >= c.table.n:
-        return False
-    p = c.table.at[<uint32_t>h.cookie]
-    return (
-        p.key == h.key and p.lane == m.peer and p.round - p.joined_at == h.round
-    )
+    if index >= c.table.n:
+        return NULL
+    p = c.table.at[index]
+    return p if p.key == h.key and p.lane == m.peer else NULL
+
+
+cdef inline int take_error(Core *c, Partition *p, Header *h) noexcept nogil:
+    """Handle an ERROR: `divisor` is -status, `slot` and `term` are ranks. Returns 0."""
+    cdef Tensor *tensor = p.tensor
+    # E_COMPRESSOR is the lowest status that a lane sends.
+    cdef int status = -<int>h.divisor if E_COMPRESSOR <= -<int>h.divisor <= -1 else E_PROTOCOL
+    if not keep_error(c, p, status, h.slot, h.term):
+        fail_core(c, E_MEMORY)
+    if closes_round(status):
+        note_no_sum(p)
+    if c.settings.shrinks and closes_round(status):
+        hold_answer(c, p)
+        return 0
+    if status == E_JOINED:
+        # Report the rank of the broadcast's root: the server may know only machines.
+        h.slot = tensor.current.divisor
+    fail_partition(c, p, status, h.slot, h.term)
+    if c.settings.shrinks:
+        commit(c, tensor)
+    return 0
 
 
 cdef inline bint is_stale(Core *c, Message *m, Header *h) noexcept nogil:
-    """Whether a record is about a push to the place that a partition had in an earlier term.
+    """Whether a record is about a push of an earlier term, which was made again.
 
     Transports may let LEFT overtake an answer. Then another lane will have the same outcome.
     """
@@ -60,12 +79,13 @@ cdef inline int take_elastic(
         return take_settled(c, m.peer, h, body)
     if h.kind == SNAP:
         return take_snapshot(c, m, h, body, taken)
-    if h.kind == WANT:
-        return give(c, h)
-    if h.kind == FETCH:
-        return give_state(c, h)
+    if h.kind == WANT or h.kind == FETCH:
+        if h.term < c.moving.era:
+            c.counters.stale += 1
+            return 0
+        return give(c, h) if h.kind == WANT else give_state(c, h)
     if h.kind == TOOK:
-        return note_taken(c, m.peer)
+        return note_taken(c, m.peer, h.term)
     if h.kind == LEFT:
         return note_left(c, m.peer, h)
     return -1
@@ -79,7 +99,6 @@ cdef inline int take_record(
     *taken: the message now belongs to its partition, which keeps the result.
     """
     cdef Partition *p
-    cdef int status
     if h.job != c.settings.job or h.sender != c.settings.rank:
         return -1
     if h.kind == PONG:
@@ -94,29 +113,16 @@ cdef inline int take_record(
         return 0
     if c.settings.elastic and h.kind != ANSWER and h.kind != ERROR:
         return take_elastic(c, m, h, body, taken)
-    if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
+    p = named(c, m, h) if h.kind == ANSWER or h.kind == ERROR else NULL
+    if p == NULL or p.round - p.joined_at != h.round or h.cookie != cookie_of(p):
         return -1
-    p = c.table.at[<uint32_t>h.cookie]
     if watched(c.watch):
         print_message(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
-    if p.stage != PULL:
+    if p.stage != PULL or p.answered:
         # its round has failed meanwhile: the reply is late, not invalid
         return 0
     if h.kind == ERROR:
-        # `divisor` is -status, `slot` and `term` are ranks: see wire.pxd. E_COMPRESSOR is the
-        # lowest status that a lane sends.
-        status = -<int>h.divisor
-        if not keep_error(c, p, status, h.slot, h.term):
-            fail_core(c, E_MEMORY)
-        if closes_round(status):
-            note_no_sum(p)
-        if status == E_JOINED:
-            # Report the rank of the broadcast's root: the server may know only machines.
-            h.slot = p.tensor.current.divisor
-        fail_partition(
-            c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.term
-        )
-        return 0
+        return take_error(c, p, h)
     if p.is_codec_state:
         if h.length != server_state_bytes(p.packed):
             return -1
@@ -137,10 +143,13 @@ cdef inline int take_record(
             memcpy(wire_of(p), body, h.length)
     elif h.length != p.length:
         return -1
-    elif p.length and body != p.target:
+    elif p.length and body != p.target and not c.settings.shrinks:
         copy_nontemporal(p.target, body, p.length)
     if not keep_result(c, p, m, body, h.length, taken):
         fail_core(c, E_MEMORY)
+    elif c.settings.shrinks:
+        hold_answer(c, p)
+        return 0
     advance(c, p)
     return 0
 

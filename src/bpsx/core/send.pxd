@@ -23,7 +23,7 @@ from bpsx.core.wire cimport (
     padded,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, wire_of
+from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, cookie_of, wire_of
 from bpsx.core.keep cimport acks_size, put_acks
 from bpsx.core.logs cimport confirm
 from bpsx.core.queue cimport before, heap_pop
@@ -225,12 +225,15 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.term = p.term
     h.round = p.round - p.joined_at
     h.divisor = p.divisor
+    if p.divisor > 1 and not task.broadcast:
+        # An average, of the workers that are left.
+        h.divisor = max(p.divisor * c.moving.living // c.settings.senders, <uint32_t>1)
     h.priority = task.priority
     if p.local != NULL and p.local.disagreement.status:
         h.flags |= DISAGREED
         h.divisor = p.local.disagreement.a
         h.priority = <int32_t>p.local.disagreement.b
-    h.cookie = p.index | <uint64_t>p.term << 32
+    h.cookie = cookie_of(p)
     h.length = push_bytes(p)
     if watched(c.watch):
         print_message(c, b"sent PUSH", &h, p.lane)

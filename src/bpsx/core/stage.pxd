@@ -461,6 +461,8 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
         return -1
     for i in range(tensor.n_parts):
         resolve(c, &tensor.parts[i])
+        # Lanes ignore keys with an earlier term than that of their latest lost worker.
+        tensor.parts[i].term = max(tensor.parts[i].term, c.moving.era)
         tensor.parts[i].index = c.table.n
         c.table.at[c.table.n] = &tensor.parts[i]
         c.table.n += 1

@@ -83,6 +83,8 @@ cdef struct Settings:           # constant once the core has started
     int64_t spin_ns             # how long a driver without progress yields the CPU before it parks
     bint telemetry              # count the bytes of completed tensors
     bint elastic                # keep outcomes: a server may be lost
+    bint shrinks                # the job goes on without workers that it loses: see commit.pxd
+    uint32_t senders            # workers, or machines, at the job's beginning
 
 cdef struct Role:               # who drives; guarded by the monitor
     bint driving                # a thread has the driver role
@@ -144,12 +146,14 @@ cdef struct PartitionTable:     # partitions by Partition.index
     uint32_t n
     uint32_t capacity
 
-cdef struct Moving:             # partitions on their way to other lanes
+cdef struct Moving:             # partitions that lanes take over, from lost ones or anew
     uint32_t joins              # joins of all workers that have ended: messages count from the last
     # terms whose keys have not all been taken, the latest first
     Term *terms
     uint32_t untaken            # sum of Lane.untaken
     uint32_t yielding           # lanes with a Lane.yielding
+    uint32_t era                # latest term in which workers were dropped; 0: none was
+    uint32_t living             # senders that are left
     # Guarded by the monitor: terms whose keys have all been taken, the latest first,
     Term *over
     int told                    # ... and an eventfd to write to for each; -1: none

@@ -59,7 +59,8 @@ cdef inline bint resolve(Core *c, Partition *p) noexcept nogil:
             move = move.next
             continue
         p.slot = target.base + p.slot // move.n
-        p.lane, p.term = target.lane, move.term
+        # Lanes ignore keys with an earlier term than that of their latest lost worker.
+        p.lane, p.term = target.lane, max(move.term, c.moving.era)
         moved = True
         move = c.lanes.at[p.lane].moved
     return moved

@@ -19,7 +19,6 @@ from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
 from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import Told
 
-
 #: Why a server is refused that was about to join.
 _STRANGER = "this server had not joined the job when its scheduler died: start it again"
 

@@ -8,38 +8,27 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 from bpsx.core.wire cimport (
-    ACK, ASYNC, BROADCAST, GIVE, HAVE, HAVES, LOAD, LOG, NONCE_BYTES, PING, PUSH, REGISTER, STATE,
-    YIELD, Header, next_record,
+    ACK, GIVE, HAVE, HAVES, LOAD, LOG, NONCE_BYTES, PING, PUSH, REGISTER, YIELD, Header,
+    next_record,
 )
 from bpsx.core.slab cimport drop_records
-from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_PROTOCOL
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.trace.watch cimport Watch
-from bpsx.core.trace.recorder cimport watched
 from bpsx.kernels.loaded cimport fill_in
-from bpsx.server.reply cimport (
-    close_round, flush_all, let_go, send_error, send_pong, take_acks,
-)
-from bpsx.server.async_update cimport push_delta
-from bpsx.server.checkpoint cimport push_state
+from bpsx.server.push cimport finish_takeover, push
+from bpsx.server.reply cimport flush_all, let_go, send_pong, take_acks
+from bpsx.server.drops cimport is_stale, take_drops
 from bpsx.server.register cimport register
-from bpsx.server.rounds cimport (
-    abandon, complete, contribute, drop_held, misses_departed_worker, notice, turn_away,
-)
+from bpsx.server.rounds cimport drop_held, notice
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
 from bpsx.server.rebuild cimport start_rebuilds
-from bpsx.server.snapshots cimport save_with
 from bpsx.server.takeover cimport (
-    completes, decide, drop_held_push, end_takeover, holds, take_given, take_have, take_haves,
-    take_state, tell_taken,
+    completes, decide, end_takeover, take_given, take_have, take_haves, take_state, tell_taken,
 )
-from bpsx.server.yields cimport has_left, take_yield
-from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
+from bpsx.server.yields cimport free_yields, look_at_yields, take_yield
+from bpsx.server.trace cimport note_message
 from bpsx.server.priority cimport keep_pending
-from bpsx.server.store cimport (
-    ABANDONED, FAILED, MALFORMED, REFUSED, REPEATED, TAKEN, HeldPush, KeyState, Takeover, Verdict,
-    count_push, entry_free, note_landing,
-)
+from bpsx.server.store cimport KeyState, entry_free
 from bpsx.transports.abi cimport Endpoint, Message
 
 from bpsx.kernels import load as load_kernels
@@ -60,113 +49,51 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
         return -1
 
 
-cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
-    """Handle a PUSH. Returns 0, or -1 if it is malformed.
-
-    ``m``: its message if the body is the message's own, else NULL. Sets *kept if the lane now owns
-    `m`; otherwise the caller releases it.
-    """
-    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
-    cdef Verdict verdict
-    cdef uint32_t worker = 0
-    cdef int64_t begin = 0
-    cdef int rc
-    if lane.counters.dropped:
-        return -1               # the lane is ending; the scheduler will report why
-    if e == NULL and has_left(lane, h.slot):
-        lane.counters.stale += 1
-        return 0
-    if e == NULL or h.term != e.term:
-        send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
-        return -1
-    if e.takeover != NULL and holds(lane, e, h, m, body, kept):
-        if e.takeover.state == TAKEN and e.takeover.late == 0:
-            end_takeover(lane, e)
-        return 0
-    if h.flags & STATE:
-        return push_state(lane, e, h, body)
-    if e.state == REFUSED:
-        return turn_away(lane, e, h, E_COMPRESSOR)
-    if h.flags & ASYNC and not h.flags & BROADCAST:
-        begin = now_ns() if lane.watch != NULL and watched(lane.watch) else 0
-        rc = push_delta(lane, e, h, m, body, kept)
-        if begin and rc == 0:
-            note_delta(lane, e, h, begin)
-        return rc
-    if e.state == ABANDONED and h.key == e.key:
-        return turn_away(lane, e, h, E_LEFT)
-    verdict = count_push(e, h, lane.settings.senders)
-    if verdict == MALFORMED:
-        send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
-        return -1
-    if verdict == REPEATED:
-        lane.counters.repeated += 1
-        return 0
-    if e.compressed != NULL and e.compressed.saving.due:
-        save_with(lane, e, h)
-    note_landing(e, h.sender, m)
-    if lane.watch != NULL:
-        begin = note_push(lane, e, h, body)
-    if verdict != FAILED:
-        contribute(lane, e, h, m, body, kept)
-        if lane.watch != NULL:
-            note_sum(lane, e, h, begin)
-    if lane.absent.any_gone and misses_departed_worker(lane, e, &worker):
-        abandon(lane, e, worker)
-    elif complete(lane, e):
-        drop_held(lane, e)
-        close_round(lane, e)
-    return 0
-
-
-cdef void sum_held(CLane *lane, KeyState *e) noexcept nogil:
-    """Sum the pushes that were held until their key had been taken."""
-    cdef Takeover *t = e.takeover
-    cdef HeldPush held
-    cdef uint32_t sender
-    cdef bint kept
-    if t.state != TAKEN or t.held == NULL:
+cdef void decide_term(CLane *lane, uint32_t term) noexcept nogil:
+    """Decide about the keys of a term, if all has been said of them."""
+    cdef KeyState *e
+    cdef uint32_t i
+    if not completes(lane, term):
         return
-    for sender in range(lane.settings.senders):
-        held = t.held[sender]
-        if not held.there:
-            continue
-        t.held[sender].there, t.held[sender].message, t.held[sender].body = False, NULL, NULL
-        kept = False
-        if push(lane, &held.header, held.message, held.body, &kept) != 0:
-            lane.counters.malformed += 1
-        if not kept:
-            drop_held_push(lane, &held)
+    for i in range(lane.keys.n):
+        e = lane.keys.at[i]
+        if e != NULL and e.term == term and e.takeover != NULL:
+            decide(lane, e)
+            finish_takeover(lane, e)
+    start_rebuilds(lane)
+    tell_taken(lane, term)
 
 
-cdef void finish_takeover(CLane *lane, KeyState *e) noexcept nogil:
-    """Sum what was held, and free the takeover unless late senders still have to push."""
-    sum_held(lane, e)
-    if e.takeover.state == TAKEN and e.takeover.late == 0:
-        end_takeover(lane, e)
+cdef void take_news(CLane *lane) noexcept nogil:
+    """Handle what other threads have said of workers that have left, joined or are lost."""
+    cdef uint32_t term
+    notice(lane)
+    if take_drops(lane):
+        look_at_yields(lane)
+        # Fewer senders have to speak: all may have been said.
+        for term in range(lane.terms.era, lane.terms.n):
+            decide_term(lane, term)
 
 
 cdef int note_have(CLane *lane, Header *h, const char *body) noexcept nogil:
     """Handle a HAVE or a HAVES; the last one of a term decides about its keys. -1: malformed."""
     cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
-    cdef uint32_t i
+    if h.kind == HAVE and is_stale(lane, h):
+        return 0
+    if h.term < lane.terms.era:
+        lane.counters.stale += 1
+        return 0
     if (take_have(lane, e, h, body) if h.kind == HAVE else take_haves(lane, h)) != 0:
         return -1
-    if not completes(lane, h.term):
-        return 0
-    for i in range(lane.keys.n):
-        e = lane.keys.at[i]
-        if e != NULL and e.term == h.term and e.takeover != NULL:
-            decide(lane, e)
-            finish_takeover(lane, e)
-    start_rebuilds(lane)
-    tell_taken(lane, h.term)
+    decide_term(lane, h.term)
     return 0
 
 
 cdef int note_given(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
     """Handle a GIVE, a LOAD or a LOG. Arguments and result as for push()."""
     cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
+    if is_stale(lane, h):
+        return 0
     if (
         take_given(lane, e, h, m, body, kept) if h.kind == GIVE
         else take_state(lane, e, h, m, body, kept)
@@ -212,7 +139,11 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
     lane.counters.messages_in += 1
     if atomic_load(&lane.absent.news):
         # A message that was sent after all had joined must not meet marks from before.
-        notice(lane)
+        take_news(lane)
+    if more > 0 and lane.absent.lost[m.peer]:
+        lane.counters.stale += 1
+        let_go(lane, m)
+        return
     if lane.watch != NULL:
         note_message(lane.watch, m)
     while more > 0:
@@ -289,7 +220,7 @@ cdef void run(CLane *lane) noexcept nogil:
     cdef int64_t idle_since = 0, now
     while not atomic_load(&lane.stopping) and not lane.counters.dropped:
         if atomic_load(&lane.absent.news):
-            notice(lane)
+            take_news(lane)
             flush_all(lane)
         if turn(lane):
             flush_all(lane)
@@ -320,7 +251,8 @@ cdef class Lane:
     first. ``spin_us``: microseconds without messages after which the lane sleeps. ``joins``: joins
     of all workers that ended before this lane began. ``log_ratio``: bytes of a worker's log of a
     compressed key after which the lane takes a snapshot, as a multiple of the key's state; 0: it
-    takes none.
+    takes none. ``shrinks``: the job goes on without workers that it loses. ``term``: the latest
+    term before this lane began.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
@@ -331,7 +263,8 @@ cdef class Lane:
     def __cinit__(
         self, endpoint, *, uint64_t job, int senders, int processes=1, bint asynchronous=False,
         bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
-        bytes secret=b"", uint32_t joins=0, double log_ratio=0
+        bytes secret=b"", uint32_t joins=0, double log_ratio=0, bint shrinks=False,
+        uint32_t term=0
     ):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
@@ -344,6 +277,9 @@ cdef class Lane:
         self.c.settings.fixed_order = fixed_order
         self.c.settings.scheduled = scheduled
         self.c.settings.log_ratio = log_ratio
+        self.c.settings.shrinks = shrinks
+        self.c.terms.born = term
+        self.c.absent.living = senders
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.absent.joins = self.c.terms.joins = joins
         self.c.owner = <void *>self
@@ -351,6 +287,8 @@ cdef class Lane:
         self.c.beside = <uint8_t *>calloc(senders, 1)
         self.c.absent.gone = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.joined = <int64_t *>calloc(senders, sizeof(int64_t))
+        self.c.absent.dropped = <int64_t *>calloc(senders, sizeof(int64_t))
+        self.c.absent.lost = <bint *>calloc(senders, sizeof(bint))
         self.c.absent.skipped = <bint *>calloc(senders, sizeof(bint))
         self.logger = log
         self.broken = None
@@ -362,6 +300,7 @@ cdef class Lane:
         if (
             self.c.outs == NULL or self.c.beside == NULL or self.c.absent.gone == NULL
             or self.c.absent.joined == NULL or self.c.absent.skipped == NULL
+            or self.c.absent.dropped == NULL or self.c.absent.lost == NULL
         ):
             raise MemoryError(f"no memory for {senders} senders")
 
@@ -432,6 +371,18 @@ cdef class Lane:
         atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
+    def drop(self, sender: int, term: int) -> None:
+        """The job goes on without ``sender``, which it has lost, from ``term`` on.
+
+        Raises :class:`ValueError` if this lane's job cannot do that.
+        """
+        cdef int senders = <int>self.c.settings.senders
+        if not self.c.settings.shrinks or not 0 <= sender < senders or term < 1:
+            raise ValueError(f"sender {sender} cannot be dropped in term {term}")
+        atomic_store(&self.c.absent.dropped[sender], term)
+        atomic_store(&self.c.absent.news, 1)
+        self.c.endpoint.wake(self.c.endpoint.self)
+
     def stop(self) -> None:
         """Make :meth:`run` return."""
         atomic_store(&self.c.stopping, 1)
@@ -444,6 +395,7 @@ cdef class Lane:
         * ``messages_received``, ``messages_sent``;
         * ``malformed``: records or messages refused as malformed;
         * ``repeated``: pushes ignored because their sender had pushed in the round already;
+        * ``stale``: records ignored because they are from before a worker was lost;
         * ``taken_over``: keys that have come from lost lanes;
         * ``yielded``: keys that have gone to other lanes while this one lives;
         * ``stale``: records about such keys that came later, ignored;
@@ -482,9 +434,11 @@ cdef class Lane:
         free(self.c.scratch.at)
         free(self.c.keys.at)
         free(self.c.terms.at)
-        free(self.c.yields.at)
+        free_yields(&self.c)
         free(self.c.outs)
         free(self.c.beside)
         free(self.c.absent.gone)
         free(self.c.absent.joined)
+        free(self.c.absent.dropped)
+        free(self.c.absent.lost)
         free(self.c.absent.skipped)

@@ -1,5 +1,5 @@
-# Workers that the job has lost and goes on without: all keys of the lane are taken over anew, by the
-# same lane. docs/internals/elastic-workers.md describes the protocol.
+# Workers that the job has lost and goes on without: the lane takes all of its keys over anew.
+# docs/internals/elastic-workers.md describes the protocol.
 from libc.stdint cimport uint32_t
 
 from bpsx.core.wire cimport Header

@@ -40,13 +40,16 @@ cdef struct Terms:
     Gathered *at                # by term
     uint32_t n
     uint32_t joins              # joins of all workers that have ended; see Have.joins
+    uint32_t born               # latest term before the lane began: it gets no key in it
+    # latest term in which a worker was dropped; what was sent before is ignored (drops.pxd)
+    uint32_t era
 
 cdef struct Yield:              # slots that the lane yields in a term: server/yields.pxd
     uint32_t term
     uint32_t limit              # those below this,
     uint32_t n                  # ... whose remainder by n
     uint64_t classes            # ... is the number of a bit that is set
-    uint32_t senders            # number of senders that have said so
+    uint8_t *said               # by sender: it has said so
     bint over                   # all have, and the lane has forgotten the keys
 
 cdef struct Yields:
@@ -74,6 +77,7 @@ cdef struct LaneSettings:       # constant while the lane runs
     bint asynchronous           # pushes may be added to a value that the lane keeps
     bint fixed_order            # sum in the order of senders
     bint scheduled              # handle the most urgent message first
+    bint shrinks                # the job goes on without workers that it loses
     # bytes of a sender's log of a compressed key, as a multiple of the key's state; 0: no snapshots
     double log_ratio
     int64_t spin_ns
@@ -88,14 +92,18 @@ cdef struct Keys:
     Slabs slabs                 # memory of the states
     KeyState *spare             # states of keys that have left, by KeyState.spare
 
-cdef struct Absent:             # workers that left or joined; any thread sets `news`, gone, joined
-    int64_t news                # `gone` or `joined` has changed since the last notice()
+# Workers that left, joined or were lost; any thread sets `news`, gone, joined, dropped.
+cdef struct Absent:
+    int64_t news                # one of these has changed since the last notice()
     int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
     bint any_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
-    # The same as of the last notice(): it must not change while the lane handles a push.
-    bint *skipped
-    bint any_joined
+    int64_t *dropped            # by sender: term in which the job has lost it; 0: it has not
+    # The last two as of the last notice(): they must not change while the lane handles a push.
+    bint *lost
+    bint *skipped               # it has joined, or is lost
+    bint any_skipped
+    uint32_t living             # senders that are not lost
     int64_t joins               # joins that have ended
 
 cdef struct LaneCounters:
@@ -107,7 +115,8 @@ cdef struct LaneCounters:
     int64_t repeated
     int64_t taken_over          # keys that have come from lost lanes
     int64_t yielded             # keys that have gone to other lanes while this one lives
-    int64_t stale               # records about such keys that came later
+    # records about such keys that came later, or from before a worker was lost; ignored
+    int64_t stale
     int64_t snapshots           # sent
     int64_t replayed            # sums of compressed keys
     int64_t dropped

@@ -3,6 +3,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
 from bpsx.kernels.abi cimport Kernels
+from bpsx.server.drops cimport is_stale, renew
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.loading cimport load, make_packed
 from bpsx.server.snapshots cimport begin_saving
@@ -22,9 +23,26 @@ cdef inline KeyState *new_entry(Lane *lane, Header *h, Kernels *k) noexcept nogi
     if not make_room(&lane.keys.at, &lane.keys.n, h.slot + 1, sizeof(KeyState *)):
         return NULL
     e = entry_new(&lane.keys.slabs, &lane.keys.spare, h, k, lane.settings.senders)
-    if e == NULL or not is_gathered(lane, h.term) and not begin_takeover(lane, e):
+    if e == NULL:
         return NULL
+    if not is_gathered(lane, h.term):
+        lane.counters.taken_over += 1
+        if not begin_takeover(lane, e):
+            return NULL
     return e
+
+
+cdef inline int announce_again(Lane *lane, KeyState *e, Header *h) noexcept nogil:
+    """Handle an announcement of a key that is known. -1: it is malformed, or there is no memory."""
+    if e.key != h.key or e.nbytes != h.cookie or e.dtype != h.dtype:
+        return -1
+    if lane.settings.shrinks and h.term > e.term:
+        # The sender knows of a lost worker, of which the scheduler has not told this lane yet.
+        if renew(lane, e, h.term):
+            return 0
+        lane.counters.dropped += 1
+        return -1
+    return 0 if e.term == h.term else -1
 
 
 cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
@@ -47,11 +65,10 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
         return -1
     h.length -= codec_bytes
     lane.beside[h.sender] = h.divisor == 1
+    if is_stale(lane, h):
+        return 0
     if h.slot < lane.keys.n and lane.keys.at[h.slot] != NULL:
-        e = lane.keys.at[h.slot]
-        return 0 if (
-            e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype and e.term == h.term
-        ) else -1
+        return announce_again(lane, lane.keys.at[h.slot], h)
     if has_left(lane, h.slot):
         lane.counters.stale += 1
         return 0                # it came behind the last YIELD

@@ -9,7 +9,7 @@ from bpsx.core.wire cimport (
     ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, LEAST_ACKNOWLEDGED, PONG,
     PROMPT_BYTES, PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded, set_counter,
 )
-from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
+from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH, E_PEER_LOST
 from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
@@ -352,10 +352,13 @@ cdef inline void fail_round(Lane *lane, KeyState *e) noexcept nogil:
             )
 
 
-cdef inline void end_broadcast(KeyState *e) noexcept nogil:
-    """Finish a broadcast: fail if its root had joined, else store a seeding value in the lane."""
-    if e.state == OPEN and not e.shares[e.operation.divisor].pushed:
-        fail_sum(e, E_JOINED, e.operation.divisor, 0)
+cdef inline void end_broadcast(Lane *lane, KeyState *e) noexcept nogil:
+    """Finish a broadcast: fail if its root has joined or is lost, else store a seeding value in the
+    lane.
+    """
+    cdef uint32_t root = e.operation.divisor
+    if e.state == OPEN and not e.shares[root].pushed:
+        fail_sum(e, E_PEER_LOST if lane.absent.lost[root] else E_JOINED, root, 0)
     elif e.state == OPEN and e.operation.seeding and e.nbytes:
         if memory_for(&e.value, e.nbytes):
             memcpy(e.value, e.memory.sum, e.nbytes)
@@ -366,9 +369,9 @@ cdef inline void end_broadcast(KeyState *e) noexcept nogil:
 cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
     """Reply to the workers of a complete round, and open the next round."""
     if e.operation.broadcast:
-        end_broadcast(e)
+        end_broadcast(lane, e)
     elif e.state == OPEN:
-        finish_sum(e, lane.settings.senders)
+        finish_sum(e, lane.absent.living)
     if lane.watch != NULL:
         note_closing(lane, e)
     if e.state == OPEN:

@@ -43,18 +43,18 @@ cdef inline void add_share(
 ) noexcept nogil:
     if e.compressed != NULL:
         add_packed(lane, e, sender, body, length)
-    elif e.nbytes and add(e, m, body, lane.settings.senders, kept) != 0:
+    elif e.nbytes and add(e, m, body, lane.absent.living, kept) != 0:
         fail_sum(e, E_MEMORY, 0, 0)
 
 
 cdef inline bint fixed_order(Lane *lane) noexcept nogil:
     """Whether pushes are added by sender. Two floats add to the same bits in either order."""
-    return lane.settings.fixed_order and lane.settings.senders > 2
+    return lane.settings.fixed_order and lane.absent.living > 2
 
 
-cdef inline void pass_joined(Lane *lane, KeyState *e) noexcept nogil:
-    """Skip senders that have called join(), for which fixed order must not wait."""
-    if not lane.absent.any_joined:
+cdef inline void pass_absent(Lane *lane, KeyState *e) noexcept nogil:
+    """Skip senders that have called join() or are lost: fixed order must not wait for them."""
+    if not lane.absent.any_skipped:
         return
     while (
         e.round.next_sender < lane.settings.senders
@@ -69,7 +69,7 @@ cdef inline void add_held(Lane *lane, KeyState *e) noexcept nogil:
     cdef Share *share
     cdef bint kept
     while e.state == OPEN:
-        pass_joined(lane, e)
+        pass_absent(lane, e)
         if e.round.next_sender >= lane.settings.senders:
             return
         if e.shares[e.round.next_sender].body == NULL:
@@ -117,7 +117,7 @@ cdef inline void contribute(
                 e.memory.sum = e.memory.small
         return
     if fixed_order(lane) and e.nbytes:
-        pass_joined(lane, e)
+        pass_absent(lane, e)
         if h.sender != e.round.next_sender:
             hold(lane, e, h.sender, m, body, h.length, kept)
             return
@@ -142,11 +142,11 @@ cdef inline bint misses_departed_worker(Lane *lane, KeyState *e, uint32_t *worke
 
 
 cdef inline bint complete(Lane *lane, KeyState *e) noexcept nogil:
-    """Whether all workers have pushed in the open round, except those that called join()."""
+    """Whether all living workers have pushed in the open round, except those that called join()."""
     cdef uint32_t sender
-    if e.round.pushed == lane.settings.senders:
+    if e.round.pushed == lane.absent.living:
         return True
-    if not lane.absent.any_joined:
+    if not lane.absent.any_skipped:
         return False
     for sender in range(lane.settings.senders):
         if not e.shares[sender].pushed and not lane.absent.skipped[sender]:
@@ -210,13 +210,13 @@ cdef inline void notice(Lane *lane) noexcept nogil:
     cdef KeyState *e
     atomic_store(&lane.absent.news, 0)
     forget_rounds(lane)
-    lane.absent.any_joined = False
+    lane.absent.any_skipped = False
     for i in range(lane.settings.senders):
         if atomic_load(&lane.absent.gone[i]):
             lane.absent.any_gone = True
-        lane.absent.skipped[i] = atomic_load(&lane.absent.joined[i]) != 0
+        lane.absent.skipped[i] = lane.absent.lost[i] or atomic_load(&lane.absent.joined[i]) != 0
         if lane.absent.skipped[i]:
-            lane.absent.any_joined = True
+            lane.absent.any_skipped = True
     for i in range(lane.keys.n):
         e = lane.keys.at[i]
         if e == NULL or e.round.pushed == 0:

@@ -32,7 +32,9 @@ cdef inline void begin_saving(Lane *lane, KeyState *e) noexcept nogil:
 cdef inline bint may_hold(Lane *lane, uint32_t sender, bint beside) noexcept nogil:
     """Whether a sender pushes, and is on the lane's machine if that is asked for."""
     return (lane.beside[sender] or not beside) and not (
-        lane.absent.any_joined and atomic_load(&lane.absent.joined[sender])
+        lane.absent.any_skipped and (
+            lane.absent.lost[sender] or atomic_load(&lane.absent.joined[sender])
+        )
     )
 
 

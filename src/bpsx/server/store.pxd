@@ -272,6 +272,22 @@ cdef inline void end_round(KeyState *e, uint32_t senders, RoundState following) 
     move_round(e, following)
 
 
+cdef inline void forget_round(KeyState *e, uint32_t senders) noexcept nogil:
+    """Drop the open round: it is as though nothing had been pushed in it.
+
+    Held messages must have been removed before.
+    """
+    cdef uint32_t sender
+    for sender in range(senders):
+        e.shares[sender].pushed = False
+    e.round.pushed = e.round.added = e.round.next_sender = 0
+    e.failure.status = 0
+    e.memory.first = NULL
+    free_round(e)
+    if e.state == OPEN or e.state == FAILING:
+        move_round(e, EMPTY)
+
+
 cdef inline Verdict count_push(KeyState *e, Header *h, uint32_t senders) noexcept nogil:
     """Check a push against its key and count it. Looks at the header only."""
     cdef Share *share = &e.shares[h.sender]

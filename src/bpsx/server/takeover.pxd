@@ -29,7 +29,7 @@ cdef enum:
 
 cdef inline bint is_gathered(Lane *lane, uint32_t term) noexcept nogil:
     """Whether nothing more will be said of the keys that came in a term."""
-    return term == 0 or term < lane.terms.n and lane.terms.at[term].over
+    return term <= lane.terms.born or term < lane.terms.n and lane.terms.at[term].over
 
 
 cdef inline Gathered *gathering_of(Lane *lane, uint32_t term) noexcept nogil:
@@ -42,7 +42,7 @@ cdef inline Gathered *gathering_of(Lane *lane, uint32_t term) noexcept nogil:
 
 
 cdef inline bint begin_takeover(Lane *lane, KeyState *e) noexcept nogil:
-    """Make the takeover of a key that has just been announced. False: no memory."""
+    """Make the takeover of a key that is announced with a new term. False: no memory."""
     cdef uint32_t n = lane.settings.senders
     cdef Takeover *t = <Takeover *>calloc(1, sizeof(Takeover) + n * sizeof(Have))
     if t == NULL or gathering_of(lane, e.term) == NULL:
@@ -50,7 +50,6 @@ cdef inline bint begin_takeover(Lane *lane, KeyState *e) noexcept nogil:
         return False
     t.haves = <Have *>(t + 1)
     e.takeover = t
-    lane.counters.taken_over += 1
     return True
 
 
@@ -116,11 +115,14 @@ cdef inline int take_haves(Lane *lane, Header *h) noexcept nogil:
 
 
 cdef inline bint completes(Lane *lane, uint32_t term) noexcept nogil:
-    """Whether all has been said of a term's keys, as nobody has noted yet; note it."""
+    """Whether all has been said of a term's keys, as nobody has noted yet; note it.
+
+    Nothing is decided in a term before the latest drop: a sender that has spoken may be lost.
+    """
     cdef Gathered *gathered = gathering_of(lane, term)
     if (
-        gathered == NULL or gathered.over or gathered.senders < lane.settings.senders
-        or gathered.came < gathered.due
+        gathered == NULL or gathered.over or gathered.senders < lane.absent.living
+        or gathered.came < gathered.due or term < lane.terms.era
     ):
         return False
     gathered.over = True
@@ -254,6 +256,8 @@ cdef inline void tell_taken(Lane *lane, uint32_t term) noexcept nogil:
     if lane.terms.at[term].asking:
         return
     for sender in range(lane.settings.senders):
+        if lane.absent.lost[sender]:
+            continue
         header_init(&h, TOOK, lane.settings.job, sender)
         h.term = term
         put_record(lane, sender, &h, NULL)

@@ -54,7 +54,7 @@ cdef inline int64_t note_push(Lane *lane, KeyState *e, Header *h, const char *bo
         e.trace.opened_ns = w.server.now
         e.trace.recorded = recording(w, e.rounds + 1) if watched(w) else 0
         w.server.open_rounds += 1
-    elif e.round.pushed == lane.settings.senders:
+    elif e.round.pushed == lane.absent.living:
         w.server.waited_ns += w.server.now - e.trace.opened_ns
         if h.sender < w.server.n_late:
             w.server.late[h.sender].rounds += 1
@@ -78,7 +78,7 @@ cdef inline void note_sum(Lane *lane, KeyState *e, Header *h, int64_t begin) noe
     cdef Watch *w = lane.watch
     cdef bint wide = (
         e.memory.wide != NULL
-        and 1 < e.round.added < lane.settings.senders
+        and 1 < e.round.added < lane.absent.living
         and not e.operation.broadcast
     )
     if begin:

@@ -1,9 +1,10 @@
 # Slots that this lane yields to others while it lives. docs/internals/elastic-balance.md describes
 # the protocol.
 #
-# When all senders have asked for it (YIELD), the lane forgets the keys at once and says so (LEFT):
-# nobody has got an outcome of the open rounds, so all that have pushed push again, elsewhere.
-from libc.stdint cimport uint32_t, uint64_t
+# When all living senders have asked for it (YIELD), the lane forgets the keys at once and says so
+# (LEFT): nobody has got an outcome of the open rounds, so all that have pushed push again, elsewhere.
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
 
 from bpsx.core.wire cimport LEFT, MOST_CLASSES, Header, header_init
 from bpsx.server.lane cimport Lane, Yield
@@ -41,7 +42,10 @@ cdef inline Yield *yield_of(Lane *lane, Header *h) noexcept nogil:
         return NULL
     y = &lane.yields.at[lane.yields.n]
     y.term, y.limit, y.n, y.classes = h.term, h.slot, h.divisor, h.key
-    y.senders, y.over = 0, False
+    y.over = False
+    y.said = <uint8_t *>calloc(lane.settings.senders, 1)
+    if y.said == NULL:
+        return NULL
     lane.yields.n += 1
     return y
 
@@ -52,6 +56,8 @@ cdef inline void forget_key(Lane *lane, uint32_t slot) noexcept nogil:
     lane.keys.at[slot] = NULL
     end_takeover(lane, e)
     drop_held(lane, e)
+    if lane.watch != NULL and e.round.pushed:
+        lane.watch.server.open_rounds -= 1
     let_go(lane, e.memory.first)
     e.memory.first = NULL
     entry_free(e)
@@ -68,9 +74,36 @@ cdef inline void leave_keys(Lane *lane, Yield *y) noexcept nogil:
             forget_key(lane, slot)
     y.over = True
     for sender in range(lane.settings.senders):
+        if lane.absent.lost[sender]:
+            continue
         header_init(&h, LEFT, lane.settings.job, sender)
         h.term = y.term
         put_record(lane, sender, &h, NULL)
+
+
+cdef inline void look_at_yield(Lane *lane, Yield *y) noexcept nogil:
+    """Forget the keys if all living senders have asked for it."""
+    cdef uint32_t sender
+    if y.over:
+        return
+    for sender in range(lane.settings.senders):
+        if not y.said[sender] and not lane.absent.lost[sender]:
+            return
+    leave_keys(lane, y)
+
+
+cdef inline void look_at_yields(Lane *lane) noexcept nogil:
+    """Senders have been lost: look whether all others have asked."""
+    cdef uint32_t i
+    for i in range(lane.yields.n):
+        look_at_yield(lane, &lane.yields.at[i])
+
+
+cdef inline void free_yields(Lane *lane) noexcept nogil:
+    cdef uint32_t i
+    for i in range(lane.yields.n):
+        free(lane.yields.at[i].said)
+    free(lane.yields.at)
 
 
 cdef inline int take_yield(Lane *lane, Header *h) noexcept nogil:
@@ -79,9 +112,8 @@ cdef inline int take_yield(Lane *lane, Header *h) noexcept nogil:
     if h.divisor == 0 or h.divisor > MOST_CLASSES or h.term == 0:
         return -1
     y = yield_of(lane, h)
-    if y == NULL or y.over:
+    if y == NULL or y.over or y.said[h.sender]:
         return -1
-    y.senders += 1
-    if y.senders == lane.settings.senders:
-        leave_keys(lane, y)
+    y.said[h.sender] = True
+    look_at_yield(lane, y)
     return 0
