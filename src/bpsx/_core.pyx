@@ -495,8 +495,7 @@ cdef class Core:
         if term == NULL or term.moves == NULL or term.told == NULL:
             free_term(term)
             raise MemoryError("no memory for a term")
-        term.number, term.missed, term.n_told = number, missed, <uint32_t>len(told)
-        term.living = living
+        term.number, term.missed, term.living, term.n_told = number, missed, living, len(told)
         try:
             for i, to in enumerate(told):
                 term.told[i].lane = to
@@ -519,7 +518,7 @@ cdef class Core:
             raise ValueError(f"lane {lane} moves to {targets}; there are {self.c.lanes.n} lanes")
         move.targets = <Target *>calloc(len(targets), sizeof(Target))
         if move.targets == NULL:
-            raise MemoryError("no memory for a term")
+            raise MemoryError("no memory for targets")
         move.lane, move.n = lane, <uint32_t>len(targets)
         for i, (target, base) in enumerate(targets):
             # Relative to the target's slots, so it may be negative: slots are counted modulo 2**32.

@@ -309,6 +309,8 @@ def explain(
             " never be complete (a worker whose data ends earlier must call join():"
             " docs/train/uneven-and-elastic.md)"
         )
+    if kind is PeerLostError and broadcast:
+        return f"tensor {name!r}: its root, worker {rank_a}, was lost before it had broadcast it"
     if kind is JoinedError and not broadcast:
         return (
             f"tensor {name!r}: workers on worker {rank_a}'s machine have called join(), and at no"

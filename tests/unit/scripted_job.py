@@ -212,10 +212,9 @@ class Worker(Node):
             self.decisions.last = m["last"]
         elif kind == "TERM":
             assert m["term"] == len(self.decisions.terms) + 1
-            yields = m.get("yields", [])
-            lanes = {to for *_, targets in [*m["moves"], *yields] for to, _ in targets}
+            lanes = {to for *_, targets in [*m["moves"], *m["yields"]] for to, _ in targets}
             assert not any(lane >= len(self.decisions.servers) for lane in lanes)
-            self.decisions.terms.append((m["term"], m["moves"], m["text"], m["missed"], yields))
+            self.decisions.begin_term(m)
         elif kind == "LANES":
             assert m["server"] == m["first"] == len(self.decisions.servers)
             self.decisions.come(m)

@@ -23,7 +23,7 @@ def decided_once(world: World) -> None:
 
 def resolved(place: list[int], terms: list) -> tuple[int, int]:
     _, lane, slot, _ = place
-    for _, moves, _, _, yields in terms:
+    for _, moves, _, _, yields, *_ in terms:
         for of, limit, targets in [*((lost, 1 << 32, to) for lost, to in moves), *yields]:
             to, base = targets[slot % len(targets)]
             if of == lane != to and slot < limit:

@@ -42,6 +42,8 @@ def test_the_last_arrival_starts_the_job_for_all(order):
         "left": [],
         "joined": [],
         "joins": 0,
+        "term": 0,
+        "dropped": [],
         "peers": peers,
     } == server
 

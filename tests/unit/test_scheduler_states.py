@@ -298,6 +298,17 @@ def job_that_runs_out_of_servers() -> None:
     assert m.state is JobState.DONE and m.terms.state is Handover.SETTLED
 
 
+def job_that_shrinks() -> None:
+    m = running(5, 2, BPSX_ELASTIC="shrink", BPSX_ELASTIC_WAIT=1)
+    m.elastic_wait = 30.0
+    m.gone(b"w0", "cut"), m.gone(b"w1", "cut")
+    for who in (b"w2", b"w3", b"w4"):
+        m.moved(who, {"term": 2, "partitions": 0, "again": 0}, 0.0)
+    m.gone(b"w2", "cut")
+    m.gone(b"s0", "cut"), m.gone(b"s1", "cut"), m.gone(b"w3", "cut")
+    assert m.state is JobState.RUNNING and m.terms.state is Handover.STARVED
+
+
 def job_that_outlives_its_scheduler() -> None:
     world = World()
     world.kill_hub()
@@ -313,6 +324,7 @@ def test_each_row_of_the_tables_happens(taken):
     job_that_outlives_a_worker()
     job_that_outlives_servers()
     job_that_runs_out_of_servers()
+    job_that_shrinks()
     job_that_outlives_its_scheduler()
     rows = {(state, event) for t in TABLES for state, events in t.rows.items() for event in events}
     assert rows == taken

@@ -14,11 +14,21 @@ from bpsx.server.__main__ import Server
 from bpsx.session import entry
 from bpsx.session.lanes import VERDICT_SECONDS, Lanes, patience
 from bpsx.session.session import Session
+from bpsx.telemetry.reporter import Reporter
 
 TEXT = "server 1 (h, pid 8) is gone: its connection broke; its keys go to server 0"
 MOVES = [[2, [[0, 10], [1, 20]]], [3, [[0, 15]]]]
 #: TERM for the two lanes of the second of two servers.
-TERM = {"type": "TERM", "term": 1, "moves": MOVES, "text": TEXT, "missed": False}
+TERM = {
+    "type": "TERM",
+    "term": 1,
+    "moves": MOVES,
+    "text": TEXT,
+    "missed": False,
+    "yields": [],
+    "dropped": [],
+    "living": 0,
+}
 
 
 class Endpoint:
@@ -45,8 +55,9 @@ class Core:
         moves: list[tuple[int, list[tuple[int, int]]]],
         missed: bool,
         yields: list[tuple[int, int, list[tuple[int, int]]]],
+        living: int,
     ) -> None:
-        self.terms.append((term, moves, missed, yields))
+        self.terms.append((term, moves, missed, yields, living))
 
     def take_moved(self) -> list[tuple[int, int, int]]:
         found, self.moved = self.moved, []
@@ -198,7 +209,7 @@ def test_a_term_goes_to_the_core_and_explains_broken_connections(
     ours, core, link, lanes = session(True)
     lanes.note_mute(2)
     ours._handle(TERM)
-    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])], False, [])]
+    assert core.terms == [(1, [(2, [(0, 10), (1, 20)]), (3, [(0, 15)])], False, [], 0)]
     assert lanes.verdict() == ""
     assert said == [(logging.WARNING, TEXT)]
     ours._tell_moved()
@@ -261,6 +272,7 @@ def test_a_server_that_dies_before_it_has_replied_is_an_error() -> None:
 def test_a_replaced_server_ends(rank: int, replaced: bool, said: list[tuple[int, str]]) -> None:
     server = Server(Config(role="server"))
     server._numbers = range(2 * rank, 2 * rank + 2)
+    server._reporter = Reporter(server._config, "server", rank, "h")
     server._handle(TERM)
     text = f"this server has been replaced: {TEXT}" if replaced else TEXT
     assert said == [(logging.ERROR if replaced else logging.INFO, text)]

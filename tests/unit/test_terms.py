@@ -181,6 +181,9 @@ def test_all_live_nodes_learn_where_the_keys_go():
             " keys go to server 1 (h, pid 901), server 2 (h, pid 902)"
         ),
         "missed": False,
+        "yields": [],
+        "dropped": [],
+        "living": 0,
     }
     # A worker that declares the tensor later moves it by itself.
     assert dict(m.declare(b"w1", declare("t", [4])))[b"w1"]["places"] == placed["places"]

@@ -81,6 +81,7 @@ class FakeSession:
     size: int = 2
     distributed: bool = True
     asynchronous: bool = False
+    shrinks: bool = False
     others: Others | None = None
     others_use: bool = False
     bucket_bytes: int = 1 << 20
@@ -91,6 +92,9 @@ class FakeSession:
     declared: list[str] = field(default_factory=list)
     compressions: dict[str, object] = field(default_factory=dict)
     broadcasts: dict[str, bytes] = field(default_factory=dict)
+
+    def require_all(self, what: str) -> None:
+        """No worker is ever lost."""
 
     @property
     def config(self) -> Any:

@@ -171,11 +171,12 @@ def broadcast(
     memory = host_arrays.copied(given, output, what)
     raw = host_arrays.as_bytes(memory.target)
     shape, code = host_arrays.declared_as(memory.target)
+    number = ours.number_of(root, "broadcast")
     request = Request(
         name or f"broadcast.noname.{memory.target.dtype}.{given.shape}",
-        raw if root == ours.rank else None,
+        raw if number == ours.number else None,
         raw,
-        divisor=root,
+        divisor=number,
         broadcast=True,
         will_wait=True,
         owner=memory.output,

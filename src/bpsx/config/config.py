@@ -110,6 +110,15 @@ class Config:
         )
 
     @property
+    def may_lose_workers(self) -> bool:
+        """Whether the job may go on after the death of a worker; as :attr:`may_lose_servers`."""
+        return bool(
+            self.elastic == "shrink"
+            and not self.asynchronous
+            and TRANSPORT_NAMES[self.transport] != "rdma"
+        )
+
+    @property
     def secret_bytes(self) -> bytes:
         """The job secret; empty if there is none. Reads the file on each access.
 

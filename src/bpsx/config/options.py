@@ -43,7 +43,7 @@ class Option:
 
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
-_ELASTIC = ("auto", "servers", "off")
+_ELASTIC = ("auto", "servers", "shrink", "off")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {
@@ -551,7 +551,8 @@ OPTIONS: tuple[Option, ...] = (
         " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. When"
         " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
         " The death of a worker still ends the job. So does the death of any server in asynchronous"
-        " training, over RDMA, or once a worker has left. off: every death ends the job, and"
+        " training, over RDMA, or once a worker has left. shrink: as servers, and the other workers"
+        " go on when one dies. off: every death ends the job, and"
         " workers keep no results. auto: servers if the job has processes on more than one machine,"
         " else off: on one machine what is kept would cost memory bandwidth. Must be the same on"
         " all workers and servers.",
@@ -600,9 +601,8 @@ OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "Read by the scheduler. When a server has joined the running job, the others give it keys"
-        " until each has its share of the bytes. 0: it gets new tensors, and the keys of servers"
-        " that are lost later.",
+        "Read by the scheduler: whether others give keys to a server that joins the running job,"
+        " until each has its share. 0: it gets new tensors, and keys of servers lost later.",
         _FAIL,
     ),
     Option(

@@ -225,9 +225,8 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.term = p.term
     h.round = p.round - p.joined_at
     h.divisor = p.divisor
-    if p.divisor > 1 and not task.broadcast:
-        # An average, of the workers that are left.
-        h.divisor = max(p.divisor * c.moving.living // c.settings.senders, <uint32_t>1)
+    if c.settings.shrinks and p.divisor > 1 and not task.broadcast:
+        h.divisor = c.moving.living     # an average, of the workers that are left
     h.priority = task.priority
     if p.local != NULL and p.local.disagreement.status:
         h.flags |= DISAGREED

@@ -196,6 +196,7 @@ cdef void begin(Call *call) noexcept:
     try:
         plan = <CallPlan?>call.caller.plan(call)
         session = adapter.session()
+        session.require_all("an operation of TensorFlow or MXNet")
         for i in range(call.n):
             handle = begin_part(session, plan, i, &call.parts[i])
             Py_INCREF(handle)

@@ -15,7 +15,7 @@ from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobState
 from bpsx.scheduler.surviving import Surviving, left_message
-from bpsx.scheduler.terms import elastic_is_off
+from bpsx.scheduler.terms import elastic_is_off, fixed_workers
 
 #: Seconds in which all senders have to connect to a server that joins the job.
 COMING_SECONDS = 30.0
@@ -95,13 +95,16 @@ class Arriving(Surviving):
     def _welcome(self) -> dict[str, Any]:
         """What WELCOME tells all."""
         replaceable = self.elastic_wait > 0 or self.num_server > 1
+        kinds = [options for _, options in self._roster.kinds()]
+        shrinks = self.processes == 1 and not fixed_workers(kinds)
         return {
             "type": "WELCOME",
             "job": self.job,
             "workers": self.size // self.processes,  # senders: one per worker, or per machine
             "processes": self.processes,
             "again": self.again,
-            "elastic": replaceable and not self._fixed_servers(),
+            "elastic": replaceable and not self._fixed_servers() or shrinks,
+            "shrinks": shrinks,
             "may_lose_scheduler": self.may_lose_scheduler,
         }
 
@@ -112,16 +115,19 @@ class Arriving(Surviving):
 
     def _for_server(self, node: Node, first: int) -> dict[str, Any]:
         """What WELCOME tells a server, besides what it tells all. ``first``: its first lane."""
+        assert self.terms is not None
         joined, joins = self._joins.marks(self.processes)
-        workers = self._of("worker")
+        workers, dropped = self._of("worker"), self.terms.dropped
         return {
             "rank": node.rank,
             "first": first,
             # A server names a worker that it loses.
             "peers": [str(w) for w in workers],
-            "left": [left_message(w) for w in workers if w.left],
+            "left": [left_message(w) for w in workers if w.left and w.rank not in dropped],
             "joined": joined,
             "joins": joins,
+            "term": self.terms.number,
+            "dropped": sorted(dropped.items()),
         }
 
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
@@ -140,7 +146,7 @@ class Arriving(Surviving):
         self._roster.arrive(node)
         self._arrivals[node.rank] = Arrival(node, first, {w.ident for w in senders})
         self.notes.append(f"{node} joins the running job; {len(senders)} workers connect to it")
-        welcome = {**self._welcome(), "term": self.terms.number, **self._for_server(node, first)}
+        welcome = {**self._welcome(), **self._for_server(node, first)}
         lanes = lanes_message(node, first)
         return [*out, (ident, welcome), *((w.ident, lanes) for w in senders)]
 

@@ -258,14 +258,14 @@ class Hub:
             self._tell_launcher(" ".join(words))
 
     def _report_losses(self) -> None:
-        """Report servers that have joined or been survived since the last call, and recoveries."""
+        """Report nodes that have joined or been survived since the last call, and recoveries."""
         members = self._members
         for note in members.notes:
             log.warning("%s", note)
         for i, loss in enumerate(members.losses[self._reported :], self._reported):
             if i >= members.restored:  # the scheduler before has logged the others
                 log.warning("%s", loss.text)
-            self._tell_launcher(f"lost server {loss.server.rank} {loss.server.pid}")
+            self._tell_launcher(f"lost {loss.node.role} {loss.node.rank} {loss.node.pid}")
         self._reported = len(members.losses)
         if members.notes and self._exporter is not None:  # a server may have joined
             self._send(self._observers.watch_for(1e9))

@@ -4,9 +4,10 @@ Pure: events in, messages out; no sockets, no clock of its own. ``states.py`` ha
 
 A node is present after a valid HELLO. When all nodes are, the job is running and every node gets
 WELCOME. The job is done when all workers have left in good order. It fails when a worker
-disappears without a BYE, a worker's BYE has a failure, a server is lost that the others cannot
-replace (``surviving.py``), a worker sends DOUBT, a deadlock cannot be resolved, or the scheduler
-has to end; all others then get the reason. An asynchronous job goes on after workers die, and is
+disappears without a BYE or its BYE has a failure, and the others cannot go on without it
+(``shrinking.py``), a server is lost that the others cannot replace (``surviving.py``), a worker
+sends DOUBT, a deadlock cannot be resolved, or the scheduler has to end; all others then get the
+reason. An asynchronous job goes on after workers die, and is
 reported as failed at its end.
 """
 
@@ -19,10 +20,10 @@ from typing import Any
 from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
-from bpsx.scheduler.balancing import Balancing
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
+from bpsx.scheduler.shrinking import Shrinking
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
 from bpsx.scheduler.surviving import left_message
 from bpsx.scheduler.terms import Terms
@@ -32,7 +33,7 @@ _ASYNC = "BYTEPS_ENABLE_ASYNC"
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Balancing):
+class Membership(Shrinking):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).
@@ -303,7 +304,9 @@ class Membership(Balancing):
 
     def _notify_unjoined(self) -> list[Output]:
         """Send UNJOINED to workers in ``join()`` if a worker has left without joining."""
-        left = self._roster.left_unjoined
+        left, dropped = self._roster.left_unjoined, self.terms.dropped if self.terms else {}
+        if dropped:
+            left = {rank: worker for rank, worker in left.items() if rank not in dropped}
         if not left or self.asynchronous or not self._joins.joined:
             return []
         text = (
@@ -319,11 +322,14 @@ class Membership(Balancing):
     def _present(self) -> tuple[Collection[int], list[bytes]]:
         """The ranks of the workers that join() waits for, and the connections of live servers.
 
-        A synchronous job waits for departed workers, too: they were to take part in its rounds.
+        A synchronous job waits for departed workers, too: they were to take part in its rounds. But
+        it goes on without those that it has lost.
         """
-        return self._roster.live if self.asynchronous else range(self.size), list(
-            self._roster.live_servers
-        )
+        dropped = self.terms.dropped if self.terms is not None else {}
+        awaited: Collection[int] = self._roster.live if self.asynchronous else range(self.size)
+        if dropped:
+            awaited = [rank for rank in awaited if rank not in dropped]
+        return awaited, list(self._roster.live_servers)
 
     def waits(self, rank: int) -> list[tuple[str, int, float]]:
         """The push_pulls that worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
@@ -394,7 +400,8 @@ class Membership(Balancing):
             if node.presence is Presence.LIVE:
                 self._roster.defer(node, m)
             return self._process_deferred_byes()
-        self._note_leaving(node)
+        if not (m["failure"] and self._survives_workers):
+            self._note_leaving(node)
         self._remove(node)
         out = self._process_deferred_byes()
         if node.role == "worker" and not m["failure"]:
@@ -446,16 +453,21 @@ class Membership(Balancing):
     def _lost(self, node: Node, text: str, now: float = 0.0, failure: str = "") -> list[Output]:
         """Handle a node's unexpected end.
 
-        A server is replaced if possible. The end of a worker ends the job, unless the job is
-        asynchronous and other workers are left. ``failure``: the node's reason.
+        A server is replaced if possible. The end of a worker ends the job, unless others are left
+        that can go on, as those of an asynchronous job. ``failure``: the node's reason.
         """
         if node.role == "server":
             return self._lose_server(node, text, now)
+        fixed = self._fixed_workers()
+        if not fixed:
+            return self._lose_worker(node, text, now)
         # A worker that failed because another one had left is not the first cause.
         by_leaver = failure.startswith(_PEER_LEFT_PREFIX)
         self.blamed = self.blamed or by_leaver and self._first_leaver or node
         workers = list(self._roster.live.values())
         if not self.asynchronous or not workers:
+            if self._survives_workers:
+                text += f"; the job cannot go on without it: {fixed}"
             return self._fail("; ".join([*self._dead, text]) + self._missed_text())
         self._dead.append(text)
         text += "; the job is asynchronous, so the other workers continue without it"
@@ -481,8 +493,8 @@ class Membership(Balancing):
         if node.role == "worker" and self.state is JobState.RUNNING:
             first = node.rank // self.processes * self.processes
             neighbours = [workers[r] for r in range(first, first + self.processes) if r in workers]
-            left = left_message(node)
-            out += [(n.ident, left) for n in [*servers, *neighbours]]
+            if self.terms is None or node.rank not in self.terms.dropped:
+                out += [(n.ident, left_message(node)) for n in [*servers, *neighbours]]
             out += self._joins.left(*self._present()) + self._notify_unjoined()
             out += self._release(self._joins.over())
         if not workers:

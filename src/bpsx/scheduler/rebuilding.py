@@ -168,7 +168,7 @@ class Rebuilding(Membership):
         replaced, absent = job.lost_servers(), job.absent_servers()
         servers = {rank: r for rank, r in job.servers.items() if rank not in replaced}
         back = [*job.workers.values(), *servers.values()]
-        out = self._refuse_servers(job, replaced)
+        out = self._refuse_servers(job, replaced) + self._refuse_workers(job)
         resumed = {"type": "RESUMED", "term": len(longest.terms) if longest is not None else 0}
         known = self._fill_roster(job, longest, servers, replaced)
         if longest is None:  # all workers have left, and the servers have not heard that it is over
@@ -184,6 +184,7 @@ class Rebuilding(Membership):
             return out + self._fail(failure)
         out += self._send_lanes(job, known) + self._send_terms(job, longest)
         out += self._lose_absent([known[rank] for rank in absent], now)
+        out += self._drop_again(job, now)
         if self.state is JobState.RUNNING:
             out += self._send_errors(job) + self._send_left(job, servers)
             out += self._restore_joins(job, servers)
@@ -201,6 +202,29 @@ class Rebuilding(Membership):
                 out.append(_refuse(r.ident, f"this server has been replaced in term {term}", True))
         return out + [_refuse(r.ident, _STRANGER, over=True) for r in job.strangers()]
 
+    @staticmethod
+    def _refuse_workers(job: Returning) -> list[Output]:
+        """Refuse the workers that the job goes on without."""
+        text = "this worker is not awaited any more: the job goes on without it"
+        return [
+            _refuse(r.ident, text, over=True)
+            for r in job.reports.values()
+            if r.role == "worker" and r.rank in job.dropped
+        ]
+
+    def _drop_again(self, job: Returning, now: float) -> list[Output]:
+        """Begin a term without each worker of whose loss only servers have heard."""
+        assert self.terms is not None
+        out: list[Output] = []
+        for rank in sorted(job.dropped - set(self.terms.dropped)):
+            if self.state is not JobState.RUNNING:
+                break
+            node = self._roster.workers[rank]
+            self._remove(node)
+            text = f"{node} is gone: a server knows that it was lost"
+            out += self._lost(node, text, now)
+        return out
+
     def _fill_roster(
         self, job: Returning, longest: Report | None, servers: dict[int, Report], replaced: set[int]
     ) -> dict[int, Node]:
@@ -217,7 +241,13 @@ class Rebuilding(Membership):
             Node(b"left %d" % rank, "worker", rank, host, pid, [], options)
             for rank, (host, pid) in job.left.items()
         ]
-        nodes += departed
+        told = {rank for t in longest.terms for rank in t.dropped} if longest is not None else set()
+        for rank in sorted(job.dropped):
+            # Where it was is not known any more.
+            node = Node(b"dropped %d" % rank, "worker", rank, "lost", 0, [], options)
+            nodes.append(node)
+            departed += [node] if rank in told else []
+        nodes += [node for node in departed if node not in nodes]
         for rank, (host, pid, lanes) in enumerate(job.known_servers):
             if rank not in servers:
                 node = Node(b"absent %d" % rank, "server", rank, host, pid, lanes, options)
@@ -246,21 +276,22 @@ class Rebuilding(Membership):
         """Restore terms, placement and registry. ``known``: the servers, by rank."""
         workers = job.workers
         placement = self._arrange([known[rank] for rank in range(self.num_server)])
-        for rank in job.left:
+        for rank in {*job.left, *job.dropped}:
             self._stalls.leave(rank)
             self._roots.pop(rank // self.processes, None)
         assert self.terms is not None and self.registry is not None
         self._restore_late(job, known)
         told = []
         for term in longest.terms:
-            of = [known[job.lane_servers[lane]] for lane, _ in term.moves[:1]]
+            if term.dropped:
+                of = [self._roster.workers[term.dropped[0]]]
+                self.terms.dropped.update((rank, term.number) for rank in term.dropped)
+            else:
+                of = [known[job.lane_servers[lane]] for lane, _ in term.moves[:1]]
             to = "other servers" if term.yields else ""
-            told.append(
-                Told(
-                    term.number, str(of[0]) if of else "", term.moves, term.missed, term.yields, to
-                )
-            )
-            self.losses += [Loss(server, term.text, term.text) for server in of]
+            name = str(of[0]) if of else ""
+            told.append(Told(term.number, name, term.moves, term.missed, term.yields, to))
+            self.losses += [Loss(node, term.text, term.text) for node in of]
         self.restored = len(self.losses)
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
@@ -312,10 +343,22 @@ class Rebuilding(Membership):
         return out
 
     def _send_terms(self, job: Returning, longest: Report) -> list[Output]:
+        told = [
+            (r.ident, term) for r in job.workers.values() for term in longest.terms[len(r.terms) :]
+        ]
+        # Servers have heard of lost servers from workers.
+        told += [
+            (s.ident, term)
+            for s in self._roster.live_servers.values()
+            for term in longest.terms
+            if term.dropped
+        ]
         return [
-            (r.ident, term_message(t.number, t.moves, t.text, t.missed, t.yields))
-            for r in job.workers.values()
-            for t in longest.terms[len(r.terms) :]
+            (
+                ident,
+                term_message(t.number, t.moves, t.text, t.missed, t.yields, t.dropped, t.living),
+            )
+            for ident, t in told
         ]
 
     def _lose_absent(self, absent: list[Node], now: float) -> list[Output]:

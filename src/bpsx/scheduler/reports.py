@@ -30,13 +30,17 @@ class Known:
 
 @dataclass(frozen=True)
 class Term:
-    """A term as TERM told it. ``missed``: a sender had left before."""
+    """A term as TERM told it. ``missed``: a sender had left before. ``dropped``: lost workers.
+    ``living``: workers that were left then.
+    """
 
     number: int
     moves: Moves
     text: str
     missed: bool
-    yields: Yields = field(default_factory=list)
+    yields: Yields
+    dropped: list[int]
+    living: int
 
 
 @dataclass
@@ -77,6 +81,7 @@ class Report:
     known: dict[tuple[str, int], Known] = field(default_factory=dict)
     marked: list[int] = field(default_factory=list)
     left: dict[int, tuple[str, int]] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
 
     def add(self, m: dict[str, Any]) -> None:
         """Take a KNOWN."""
@@ -114,6 +119,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     )
     if report.role == "server":
         report.marked = [_number(rank) for rank in state["joined"]]
+        report.dropped = {_number(rank): _number(term) for rank, term in state["dropped"]}
         report.left = {_number(r): (_text(host), _number(pid)) for r, host, pid in state["left"]}
         return report
     report.servers = [
@@ -134,13 +140,15 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
 
 
 def _term(given: Sequence[Any]) -> Term:
-    number, moves, text, missed, yields = given
+    number, moves, text, missed, yields, dropped, living = given
     return Term(
         _number(number),
         [(_number(lane), _targets(targets)) for lane, targets in moves],
         _text(text),
         bool(missed),
         [(_number(lane), _number(limit), _targets(targets)) for lane, limit, targets in yields],
+        [_number(rank) for rank in dropped],
+        _number(living),
     )
 
 

@@ -44,9 +44,17 @@ class Returning:
         return {r.rank: r for r in sorted(found, key=lambda r: r.rank)}
 
     @property
+    def dropped(self) -> set[int]:
+        """The ranks of lost workers without which the job goes on, as some node has heard."""
+        told = {rank for r in self._whole("server").values() for rank in r.dropped}
+        terms = (term for r in self._whole("worker").values() for term in r.terms)
+        return told | {rank for term in terms for rank in term.dropped}
+
+    @property
     def workers(self) -> dict[int, Report]:
-        """The workers that are back, by rank."""
-        return self._whole("worker")
+        """The workers that are back, by rank; not those without which the job goes on."""
+        gone = self.dropped
+        return {rank: r for rank, r in self._whole("worker").items() if rank not in gone}
 
     @property
     def servers(self) -> dict[int, Report]:
@@ -80,7 +88,7 @@ class Returning:
     def absent_workers(self) -> list[int]:
         """The ranks that have neither come nor left."""
         size = max((report.size for report in self.reports.values()), default=0)
-        there = {*self.workers, *self.left}
+        there = {*self.workers, *self.left, *self.dropped}
         return [rank for rank in range(size) if rank not in there]
 
     @property

@@ -182,6 +182,7 @@ class HandoverEvent(Enum):
     LAST_SERVER_LOST = auto()  #: no other can take its keys over yet
     SERVER_LOST = auto()  #: the next term begins
     KEYS_YIELDED = auto()  #: the next term begins: living servers yield keys to others
+    WORKER_LOST = auto()  #: the same: all lanes take their own keys over anew
     ALL_MOVED = auto()  #: the last MOVED
     TIME_OVER = auto()  #: late senders have had the time that they need
     ALL_LEAVE = auto()  #: all workers that are left have said BYE, and need no key
@@ -194,14 +195,17 @@ HANDOVER: Table[Handover, HandoverEvent] = Table(
             HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
             HandoverEvent.KEYS_YIELDED: Handover.MOVING,
+            HandoverEvent.WORKER_LOST: Handover.MOVING,
         },
         Handover.STARVED: {
             HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.WORKER_LOST: Handover.STARVED,
             HandoverEvent.ALL_LEAVE: Handover.SETTLED,
         },
         Handover.MOVING: {
             HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
+            HandoverEvent.WORKER_LOST: Handover.MOVING,
             HandoverEvent.ALL_MOVED: Handover.SETTLING,
             HandoverEvent.ALL_LEAVE: Handover.SETTLED,
         },
@@ -209,6 +213,7 @@ HANDOVER: Table[Handover, HandoverEvent] = Table(
             HandoverEvent.LAST_SERVER_LOST: Handover.STARVED,
             HandoverEvent.SERVER_LOST: Handover.MOVING,
             HandoverEvent.KEYS_YIELDED: Handover.MOVING,
+            HandoverEvent.WORKER_LOST: Handover.MOVING,
             HandoverEvent.TIME_OVER: Handover.SETTLED,
             HandoverEvent.ALL_LEAVE: Handover.SETTLED,
         },

@@ -26,12 +26,12 @@ from bpsx.scheduler.terms import LAST, LONGEST_SECONDS, Terms, fixed_servers, ob
 
 
 class Loss(NamedTuple):
-    """The loss of a server that the job has survived.
+    """The loss of a server or worker that the job has survived.
 
-    ``why``: how the server ended. ``text``: that, and what follows from it.
+    ``why``: how the node ended. ``text``: that, and what follows from it.
     """
 
-    server: Node
+    node: Node
     why: str
     text: str
 
@@ -55,11 +55,25 @@ def left_message(node: Node) -> dict[str, Any]:
 
 
 def term_message(
-    number: int, moves: Moves, text: str, missed: bool, yields: Yields | None = None
+    number: int,
+    moves: Moves,
+    text: str,
+    missed: bool,
+    yields: Yields | None = None,
+    dropped: Sequence[int] = (),
+    living: int = 0,
 ) -> dict[str, Any]:
-    """Return TERM."""
-    term = {"type": "TERM", "term": number, "moves": moves, "text": text, "missed": missed}
-    return {**term, "yields": yields} if yields else term
+    """Return TERM. ``dropped``: ranks of lost workers. ``living``: number of workers left then."""
+    return {
+        "type": "TERM",
+        "term": number,
+        "moves": moves,
+        "text": text,
+        "missed": missed,
+        "yields": yields or [],
+        "dropped": list(dropped),
+        "living": living,
+    }
 
 
 class Surviving(Gathering):
@@ -187,12 +201,13 @@ class Surviving(Gathering):
         """Tell the sender of HELLO or AGAIN ``m`` that it has been replaced, or return ""."""
         for lost, _, text in self.losses:
             if (m["role"], m["host"], m["pid"], m["lanes"]) == (
-                "server",
+                lost.role,
                 lost.host,
                 lost.pid,
                 lost.lanes,
             ):
-                return f"this server has been replaced: {text}"
+                fate = "has been replaced" if lost.role == "server" else "is not awaited any more"
+                return f"this {lost.role} {fate}: {text}"
         return ""
 
     def _speaks(self, node: Node) -> bool:
@@ -270,8 +285,8 @@ class Surviving(Gathering):
 
     def _fail_missed(self, node: Node, server: str, what: str) -> list[Output]:
         """End the job: worker ``node`` waits for ``what``, which was on ``server``."""
-        loss = next(loss for loss in self.losses if str(loss.server) == server)
-        self.blamed = self.blamed or loss.server
+        loss = next(loss for loss in self.losses if str(loss.node) == server)
+        self.blamed = self.blamed or loss.node
         return self._fail(
             f"{loss.why}; the job cannot go on without it: {node} waits for {what},"
             f" and {self._sender_left} had left in good order, perhaps with the only result"
@@ -281,4 +296,4 @@ class Surviving(Gathering):
         """What to add to the failure of a worker that may have needed a missed server."""
         if self.terms is None or not self.terms.any_missed:
             return ""
-        return f"; before, the job had lost {names([str(loss.server) for loss in self.losses])}"
+        return f"; before, the job had lost {names([str(loss.node) for loss in self.losses])}"

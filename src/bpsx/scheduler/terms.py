@@ -20,6 +20,8 @@ from bpsx.planning.placement import MOST_SLOTS, Assignment, Moves, Placement, Yi
 from bpsx.scheduler.states import HANDOVER, Handover, HandoverEvent
 
 ELASTIC = "BPSX_ELASTIC"
+#: Its value for jobs that go on without lost workers.
+SHRINK = "shrink"
 #: What :func:`obstacle` returns if the only obstacle is that no server is left.
 LAST = "it was the last server"
 #: Seconds after the last MOVED for which leaving senders have to stay. A late worker reports a
@@ -50,6 +52,20 @@ def elastic_is_off(given: Collection[dict[str, Any]], machines: int) -> str:
     return ""
 
 
+def fixed_workers(given: Collection[Mapping[str, Any]]) -> str:
+    """Return why a job cannot go on without a lost worker; empty if it can.
+
+    ``given``: as in :func:`fixed_servers`.
+    """
+    if any(o.get(ELASTIC) != SHRINK for o in given):
+        return f"{ELASTIC} is not {SHRINK}"
+    if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
+        return "the job is asynchronous"
+    if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
+        return "RDMA writes answers over the pushes, which then cannot be sent again"
+    return ""
+
+
 def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
     """Return why a job cannot change its servers; empty if it can.
 
@@ -70,9 +86,10 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
 class Recovery:
     """How far the senders have come with one term. Times are of the hub's clock, in seconds.
 
-    ``lost``: the lost server's name; or ``to``: those of servers that get ``nbytes`` of the keys of
-    living ones. ``missed``: a sender had left before. ``awaited``: senders that have not sent
-    MOVED, of ``senders``. ``partitions``, ``again``: sums over the others.
+    ``lost``: the lost server's name, or that of a worker if ``shrinks``; or ``to``: those of
+    servers that get ``nbytes`` of the keys of living ones. ``missed``: a sender had left before.
+    ``awaited``: senders that have not sent MOVED, of ``senders``. ``partitions``, ``again``: sums
+    over the others.
     """
 
     term: int
@@ -86,8 +103,14 @@ class Recovery:
     nbytes: int = 0
     seconds: float = 0.0
     to: str = ""
+    shrinks: bool = False
 
     def __str__(self) -> str:
+        if self.shrinks:
+            return (
+                f"term {self.term}: {self.senders} workers go on without {self.lost} and push"
+                f" {self.again} bytes again, {self.seconds:.3f} s after its loss was noticed"
+            )
         if self.to:
             return (
                 f"term {self.term}: {self.senders} workers have moved {self.partitions} partitions"
@@ -118,19 +141,22 @@ class Told(NamedTuple):
 class Terms:
     """The terms of one job.
 
-    ``number``: the present term; 0 until a server is lost. ``finished``: recoveries that the hub
-    has not logged yet.
+    ``number``: the present term; 0 until a server or a worker is lost. ``finished``: recoveries
+    that the hub has not logged yet. ``dropped``: lost workers without which the job goes on, and
+    the term since which it does.
     """
 
     def __init__(self, placement: Placement) -> None:
         self.number = 0
         self.state = Handover.SETTLED
         self.finished: list[Recovery] = []
+        self.dropped: dict[int, int] = {}
         self._placement = placement
         # Lane -> its moves in order: the number of slots that a move is about, and their targets.
         self._moves: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
         self._open: list[Recovery] = []
         self._unsettled: dict[int, str] = {}  # lane lost since the keys were settled -> its server
+        self._lossy = False  # a server or worker was lost since the keys were settled
         self._missed: dict[int, str] = {}  # lane of a missed server -> the server
         self._moved_at = self._latest = 0.0  # time of the last MOVED, and of the last event
 
@@ -171,6 +197,7 @@ class Terms:
         for lane, targets in moves:
             self._moves.setdefault(lane, []).append((MOST_SLOTS, targets))
             self._unsettled[lane] = name
+        self._lossy = True
         self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
         self._open.append(
             Recovery(self.number, name, now, missed, set(senders), senders=len(senders))
@@ -178,6 +205,26 @@ class Terms:
         if missed:
             self._miss()
         return moves
+
+    def drop(
+        self, rank: int, name: str, sender: bytes, others: Collection[bytes], now: float
+    ) -> None:
+        """Begin the next term, because worker ``rank`` is lost.
+
+        ``name``, ``sender``: the worker, as text and as a sender of MOVED. ``others``: the workers
+        that will send MOVED. ``now``: when it was lost.
+        """
+        self.number += 1
+        self._latest = now
+        self.dropped[rank] = self.number
+        for recovery in self._open:
+            recovery.awaited.discard(sender)
+        self._finish()
+        self._lossy = True
+        self.state = HANDOVER.after(self.state, HandoverEvent.WORKER_LOST)
+        self._open.append(
+            Recovery(self.number, name, now, False, set(others), senders=len(others), shrinks=True)
+        )
 
     def balance(self) -> tuple[Yields, int]:
         """Choose keys that living servers yield to those that lack some; :meth:`give` follows.
@@ -239,6 +286,7 @@ class Terms:
                 self._missed.update(lost)
             if term.number >= open_from:
                 self._unsettled.update(lost)
+        self._lossy = True
         self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
         last = told[-1]
         awaited = {sender for sender, term in moved.items() if term < self.number}
@@ -292,7 +340,7 @@ class Terms:
         if self.state is Handover.MOVING and not self._open:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_MOVED)
             self._moved_at = self._latest
-            if not self._unsettled:  # no server was lost, so no outcome with it
+            if not self._lossy:  # so no outcome is lost
                 self.state = HANDOVER.after(self.state, HandoverEvent.TIME_OVER)
 
     def left(self, sender: bytes) -> None:
@@ -312,7 +360,7 @@ class Terms:
         """All workers that are left say BYE in good order: they need no key any more."""
         if self.unsettled:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_LEAVE)
-            self._unsettled.clear()
+            self._settled()
 
     def settle(self, now: float, busy: bool, leaving: bool) -> None:
         """Let senders leave again, once others have had the time to get what they lack.
@@ -327,7 +375,11 @@ class Terms:
         if busy and leaving:
             self._miss()
         self.state = HANDOVER.after(self.state, HandoverEvent.TIME_OVER)
+        self._settled()
+
+    def _settled(self) -> None:
         self._unsettled.clear()
+        self._lossy = False
 
     # ---- missed servers
 

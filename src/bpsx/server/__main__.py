@@ -156,9 +156,13 @@ class Server:
                 secret=config.secret_bytes,
                 joins=welcome["joins"],
                 log_ratio=config.elastic_log if welcome["elastic"] else 0,
+                shrinks=welcome["shrinks"],
+                term=welcome["term"],
             )
             self._lanes.append(lane)
         # What servers that have been in the job before this one have been told.
+        for rank, term in welcome["dropped"]:
+            self._drop(rank, term)
         for left in welcome["left"]:
             self._handle(left)
         for rank in welcome["joined"]:
@@ -274,7 +278,7 @@ class Server:
                 lane.all_joined()
             self._link.send("CLEARED", generation=message["generation"])
         elif kind == "TERM":
-            self._begin_term(message["term"], message["moves"], message["text"])
+            self._begin_term(message)
         elif kind == "STAY":
             log.warning(
                 "this server has to stay until the job ends or BPSX_TERM_GRACE is over: %s",
@@ -287,16 +291,26 @@ class Server:
         else:
             self._reporter.handle(message)
 
-    def _begin_term(self, term: int, moves: list[Any], text: str) -> None:
-        """Go on without the servers whose lanes ``moves`` names, or end if this is one of them.
+    def _begin_term(self, message: dict[str, Any]) -> None:
+        """Go on without the servers or workers that TERM names, or end if this is one of them.
 
         The lanes learn from the workers which keys they get.
         """
-        if any(lane in self._numbers for lane, _ in moves):
+        text = message["text"]
+        if any(lane in self._numbers for lane, _ in message["moves"]):
             self._lost(f"this server has been replaced: {text}")
-        else:
-            log.info("%s", text)
-            self._reporter.mark(f"term {term}", monotonic_ns(), why=text)
+            return
+        log.info("%s", text)
+        self._reporter.mark(f"term {message['term']}", monotonic_ns(), why=text)
+        for rank in message["dropped"]:
+            self._drop(rank, message["term"])
+
+    def _drop(self, rank: int, term: int) -> None:
+        """Go on without a worker."""
+        self._marks.drop(rank, term)
+        self._broken.left(rank)
+        for lane in self._lanes:
+            lane.drop(rank, term)
 
     def _report(self) -> Report:
         """What another scheduler has to know, after the one before has died."""

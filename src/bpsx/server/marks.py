@@ -14,7 +14,7 @@ class Marks:
     """The marks of one server.
 
     ``cleared``: number of joins whose marks have been cleared. ``joined``: ranks that have joined
-    since.
+    since. ``dropped``: lost workers, and the term since which the job goes on without each.
     """
 
     def __init__(self, workers: int, cleared: int = 0) -> None:
@@ -22,11 +22,16 @@ class Marks:
         self._workers = workers
         self.cleared = cleared
         self.joined: set[int] = set()
+        self.dropped: dict[int, int] = {}
         self._left: dict[int, tuple[str, int]] = {}  # rank -> host, pid
 
     def leave(self, rank: int, host: str, pid: int) -> None:
         """LEFT."""
         self._left[rank] = (host, pid)
+
+    def drop(self, rank: int, term: int) -> None:
+        """TERM: the job goes on without a lost worker."""
+        self.dropped.setdefault(rank, term)
 
     def join(self, rank: int, generation: int) -> bool:
         """JOINED; returns whether it is news."""
@@ -46,7 +51,7 @@ class Marks:
     @property
     def all_left(self) -> bool:
         """Whether no worker can need this server any more."""
-        return len(self._left) == self._workers
+        return len({*self._left, *self.dropped}) == self._workers
 
     def report(self, failure: str, broken: Iterable[int]) -> dict[str, Any]:
         """AGAIN's fields.
@@ -61,6 +66,7 @@ class Marks:
             "state": {
                 "joined": sorted(self.joined),
                 "left": [[rank, host, pid] for rank, (host, pid) in sorted(self._left.items())],
+                "dropped": sorted(self.dropped.items()),
                 "broken": sorted(broken),
             },
         }

@@ -2,7 +2,8 @@
 # the protocol.
 #
 # When all living senders have asked for it (YIELD), the lane forgets the keys at once and says so
-# (LEFT): nobody has got an outcome of the open rounds, so all that have pushed push again, elsewhere.
+# (LEFT): nobody has got an outcome of the open rounds, so all that have pushed push again,
+# elsewhere.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 

@@ -22,18 +22,19 @@ class Decisions:
 
     ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of servers that have
     ended, of which no term has moved keys when it was told. ``terms``: number, moves, text, whether
-    results may have gone with a worker, and what living lanes yield. ``moved``: the latest term to
-    which this worker has moved, partitions, bytes pushed again. ``reset``: status and text of the
-    latest stall. ``joins``: number of joins that all have completed; ``last``: the rank that came
-    last to the latest. ``cleared``: number of joins whose marks this machine's root has cleared.
-    ``doubt``: status and text, if this worker has asked to end the job.
+    results may have gone with a worker, what living lanes yield, ranks of lost workers, and the
+    number of workers left. ``moved``: the latest term to which this worker has moved, partitions,
+    bytes pushed again. ``reset``: status and text of the latest stall. ``joins``: number of joins
+    that all have completed; ``last``: the rank that came last to the latest. ``cleared``: number of
+    joins whose marks this machine's root has cleared. ``doubt``: status and text, if this worker
+    has asked to end the job.
     """
 
     def __init__(self, servers: list[Any], keep: bool) -> None:
         """``keep``: whether to keep what takes memory for each tensor."""
         self.servers, self._keep = list(servers), keep
         self.gone: set[int] = set()
-        self.terms: list[tuple[int, list[Any], str, bool, list[Any]]] = []
+        self.terms: list[list[Any]] = []
         self.moved = (0, 0, 0)
         self.reset = (0, "")
         self.joins, self.last, self.cleared = 0, -1, 0
@@ -51,6 +52,11 @@ class Decisions:
             self._slots[lane] = max(self._slots.get(lane, 0), slot + 1)
         if self._keep:
             self._places[name] = places
+
+    def begin_term(self, message: dict[str, Any]) -> None:
+        """TERM."""
+        fields = ("term", "moves", "text", "missed", "yields", "dropped", "living")
+        self.terms.append([message[field] for field in fields])
 
     def come(self, message: dict[str, Any]) -> None:
         """LANES."""

@@ -34,8 +34,8 @@ class WorkerResources:
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
     servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
-    has been in an earlier job, from which workers may have kept different state. ``opened`` closes
-    all of it.
+    has been in an earlier job, from which workers may have kept different state. ``shrinks``: the
+    job goes on without workers that it loses. ``opened`` closes all of it.
     """
 
     core: Core
@@ -47,6 +47,7 @@ class WorkerResources:
     servers: list[Any]
     job: int
     continued: bool
+    shrinks: bool
     opened: ExitStack
 
     def abandon(self, error: BaseException) -> None:
@@ -87,7 +88,7 @@ def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool)
     lanes, opened = Lanes(endpoint, [], [], patience(config, False)), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
-    return WorkerResources(core, endpoint, near, reporter, lanes, None, [], 0, again, opened)
+    return WorkerResources(core, endpoint, near, reporter, lanes, None, [], 0, again, False, opened)
 
 
 def _enter_job(
@@ -121,6 +122,7 @@ def _enter_job(
             welcome["servers"],
             welcome["job"],
             welcome["again"],
+            welcome["shrinks"],
             opened.pop_all(),
         )
 
@@ -178,6 +180,8 @@ def _new_core(
         telemetry=config.telemetry,
         watch=reporter.watchers[0],
         elastic=welcome["elastic"] and near.has_lanes,
+        shrinks=welcome["shrinks"],
+        senders=welcome["workers"],
     )
 
 

@@ -13,6 +13,7 @@ from bpsx.errors import Status
 from bpsx.local.devices import Devices
 from bpsx.local.group import Neighbourhood
 from bpsx.scheduler.client import Report
+from bpsx.session.company import Company
 from bpsx.session.decisions import parts
 from bpsx.session.declarations import Declarations
 from bpsx.session.lanes import Lanes
@@ -29,6 +30,7 @@ class Liveness(Declarations):
     _lanes: Lanes
     _near: Neighbourhood
     _endpoint: Any
+    _company: Company
     devices: Devices
     config: Config
     job: int
@@ -62,8 +64,8 @@ class Liveness(Declarations):
 
         def look() -> None:
             lanes.take_broken(leaving=life.state in (Life.LEAVING, Life.CLOSED))
+            self._tell_moved()
             if self._late is not None:
-                self._tell_moved()
                 self._late.look()
 
         watched = [(lanes.descriptor, look), (self._core.moved_descriptor, look)]
@@ -150,24 +152,30 @@ class Liveness(Declarations):
             self._decisions.cleared = max(self._decisions.cleared, message["generation"] + 1)
             self._link.send("CLEARED", generation=message["generation"])
 
-    def _begin_term(self, m: dict[str, Any]) -> None:
-        """Hand lost lanes, lanes that yield keys, and their targets to the core.
+    def _begin_term(self, message: dict[str, Any]) -> None:
+        """Go on without a server or a worker: hand what TERM says to the core.
 
         A process that does not speak to servers has nothing to do. ``m``: TERM.
         """
-        log.warning("%s", m["text"])
-        yields = m.get("yields", [])
-        self._decisions.terms.append((m["term"], m["moves"], m["text"], m["missed"], yields))
-        if not self._near.has_lanes:
-            self.reporter.mark(f"term {m['term']}", monotonic_ns(), why=m["text"])
-            return
-        self._begun[m["term"]] = monotonic_ns(), m["text"]
-        self._lanes.lose((lane for lane, _ in m["moves"]), m["text"])
-        moves = [(lane, [(to, base) for to, base in targets]) for lane, targets in m["moves"]]
-        given = [
-            (lane, limit, [(to, base) for to, base in targets]) for lane, limit, targets in yields
-        ]
-        self._core.begin_term(m["term"], moves, bool(m["missed"]), given)
+        moves, text, dropped = message["moves"], message["text"], message["dropped"]
+        log.warning("%s", text)
+        self._decisions.begin_term(message)
+        if self._near.has_lanes:
+            self._begun[message["term"]] = monotonic_ns(), text
+            self._lanes.lose((lane for lane, _ in moves), text)
+            self._core.begin_term(
+                message["term"],
+                [(lane, _pairs(targets)) for lane, targets in moves],
+                bool(message["missed"]),
+                [(lane, limit, _pairs(targets)) for lane, limit, targets in message["yields"]],
+                message["living"],
+            )
+        else:
+            self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=text)
+        # Last: whoever divides by the new number of workers pushes in the new term.
+        self._company.lose(dropped)
+        if dropped and (what := self._company.needed_by):
+            self._peer_lost(f"{text}; but {what} needs all workers")
 
     def _tell_moved(self) -> None:
         """Tell the scheduler of each term in which this worker's partitions have moved."""
@@ -240,3 +248,7 @@ class Liveness(Declarations):
         self.reporter.tick()
         if self._link is not None and not away:
             self._report_waiting(min(1.0, self.config.stall_warn / 2))
+
+
+def _pairs(targets: list[list[int]]) -> list[tuple[int, int]]:
+    return [(lane, base) for lane, base in targets]

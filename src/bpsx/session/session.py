@@ -16,6 +16,7 @@ from bpsx.core._handle import Handle, Item, Request
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
+from bpsx.session.company import Company
 from bpsx.session.decisions import Decisions
 from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
@@ -59,7 +60,8 @@ class Session(Liveness):
             resources.servers, keep=resources.link is not None and resources.link.outlives_scheduler
         )
         self.config, self.job, self.continued = config, resources.job, resources.continued
-        self.rank, self.size = config.rank, config.size
+        self.number, self._company = config.rank, Company(config.rank, config.size)
+        self.shrinks = resources.shrinks
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
         self._async: bool = config.asynchronous
@@ -84,6 +86,35 @@ class Session(Liveness):
             raise
 
     # ---- the verbs
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among the living ones: it changes when another is lost."""
+        return self._company.rank
+
+    @property
+    def size(self) -> int:
+        """Number of living workers."""
+        return self._company.size
+
+    def number_of(self, rank: int, what: str) -> int:
+        """The number of the worker in place ``rank``, which never changes.
+
+        Raises :class:`~bpsx.errors.ConfigError`, which names ``what``, if there is none any more.
+        """
+        return self._company.number(rank, what)
+
+    def require_all(self, what: str) -> None:
+        """End the job with an error when a worker is lost: ``what`` cannot go on without it.
+
+        Raises :class:`~bpsx.errors.PeerLostError` if one has been lost already.
+        """
+        if self.shrinks:
+            self._company.needed_by = self._company.needed_by or what
+            if self.size < self.config.size:
+                raise errors.PeerLostError(
+                    f"{what} needs all {self.config.size} workers, of which {self.size} are left"
+                )
 
     @property
     def order(self) -> dict[str, int]:
@@ -249,6 +280,7 @@ class Session(Liveness):
                 raise errors.ConfigError(
                     f"{name!r}: root rank {root}; expected 0 to {self.size - 1}"
                 )
+            number = self.number_of(root, repr(name))
             dtype, on = dtype_named(view.dtype, repr(name)), self.devices.place(name, view, view)
         except BaseException:
             self._count_refused(name)
@@ -256,9 +288,9 @@ class Session(Liveness):
         span = (view.address, view.nbytes)
         request = Request(
             name,
-            span if root == self.rank else None,
+            span if number == self.number else None,
             span,
-            divisor=root,
+            divisor=number,
             broadcast=True,
             asynchronous=self._async if asynchronous is None else asynchronous,
             owner=view.owner,
@@ -344,6 +376,11 @@ class Session(Liveness):
             return None
         name = request.name
         codec = self.compressing.of(name, dtype, nbytes)
+        if codec is not None and self.shrinks:
+            raise errors.ConfigError(
+                f"{name!r} is to be compressed, which does not work with BPSX_ELASTIC=shrink: set"
+                " that to servers, or do not compress"
+            )
         if codec is not None and codec.ef == "corrected" and not 0 <= request.rate < float("inf"):
             raise errors.ConfigError(
                 f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number of"

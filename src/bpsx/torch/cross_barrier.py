@@ -128,6 +128,11 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     if not isinstance(num_steps, int) or num_steps < 1:
         raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: expected an integer from 1")
     config = adapter.session().config
+    if adapter.session().shrinks:
+        raise ConfigError(
+            "CrossBarrier: with BPSX_ELASTIC=shrink a step counts only as a whole, but CrossBarrier"
+            " applies it in parts; use DistributedOptimizer"
+        )
     if config.asynchronous:
         raise ConfigError(
             "CrossBarrier: with BYTEPS_ENABLE_ASYNC=1 there is no barrier between steps; use"

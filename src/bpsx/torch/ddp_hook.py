@@ -71,6 +71,7 @@ def ddp_comm_hook(
             f" {type(options).__name__}"
         )
     ours = adapter.session()
+    ours.require_all("ddp_comm_hook")
     if ours.size == 1 < dist.get_world_size():
         raise ConfigError(
             "ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has"

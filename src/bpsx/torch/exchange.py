@@ -448,6 +448,7 @@ class Exchange:
         """In a resumed job with other workers, forget what was agreed in the job before."""
         session = adapter.session()
         if session is not self._session:
+            session.require_all(self.owner.what)
             self._session, self._late_usage = session, None
             for managed in self._managed:
                 managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False

@@ -435,6 +435,7 @@ def create(options: Any, _: Any) -> ProcessGroup:
             'the backend "bpsx" cannot be used with BYTEPS_ENABLE_ASYNC=1, because its collectives'
             " need all workers"
         )
+    ours.require_all('the backend "bpsx" of torch.distributed')
     if not ranks and (rank, size) != (ours.rank, ours.size):
         raise ConfigError(
             f'init_process_group("bpsx"): this process is rank {rank} of {size} for PyTorch, but'

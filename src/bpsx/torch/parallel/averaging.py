@@ -179,7 +179,9 @@ class Averaging(Exchange):
 
     def follow(self) -> None:
         """Apply changes since the last step: suspend() and resume(), unfrozen parameters."""
-        self.active = adapter.session().config.distributed
+        session = adapter.session()
+        session.require_all("DistributedDataParallel")
+        self.active = session.config.distributed
         self.attach()
 
     def complete(self, discard: bool = False) -> None:

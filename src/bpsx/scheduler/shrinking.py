@@ -1,0 +1,56 @@
+"""The part of a job's membership that goes on without lost workers. Pure.
+
+docs/internals/elastic-workers.md has the protocol: the loss of a worker begins a term in which no
+keys move. Lanes and workers decide alone which of its gradients count.
+"""
+
+from __future__ import annotations
+
+from bpsx.scheduler.balancing import Balancing
+from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.roster import Node
+from bpsx.scheduler.surviving import Loss, term_message
+from bpsx.scheduler.terms import ELASTIC, SHRINK, fixed_workers
+
+
+class Shrinking(Balancing):
+    """The workers that a job has lost, and goes on without."""
+
+    @property
+    def _survives_workers(self) -> bool:
+        """Whether the job is to survive the loss of a worker, as far as its options say."""
+        return any(given.get(ELASTIC) == SHRINK for _, given in self._roster.kinds())
+
+    def _fixed_workers(self) -> str:
+        """Why the job cannot go on without a worker; empty if it can."""
+        why = fixed_workers([options for _, options in self._roster.kinds()])
+        if why:
+            return why
+        if self.processes > 1:
+            return f"{self.processes} processes of each machine sum among themselves"
+        if not self._roster.live:
+            return "it was the last worker"
+        if self._sender_left is not None:
+            return f"{self._sender_left} has left, perhaps with the only result"
+        return ""
+
+    def _lose_worker(self, node: Node, text: str, now: float) -> list[Output]:
+        """Begin a term without ``node``, which was lost at ``now``. ``text``: how it ended."""
+        assert self.terms is not None
+        out: list[Output] = []
+        for arrival in list(self._arrivals.values()):
+            out += self._drop(arrival, "a worker was lost before all had connected to it")
+        workers = list(self._roster.live.values())
+        senders = [w.ident for w in workers]
+        self.terms.drop(node.rank, str(node), node.ident, senders, now)
+        why = text
+        text += (
+            f"; the job goes on with term {self.terms.number} and {len(workers)} of {self.size}"
+            " workers"
+        )
+        self.losses.append(Loss(node, why, text))
+        message = term_message(
+            self.terms.number, [], text, False, dropped=[node.rank], living=len(workers)
+        )
+        told = [*workers, *self._roster.live_servers.values()]
+        return out + [(n.ident, message) for n in told] + self._process_deferred_byes()

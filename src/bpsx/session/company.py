@@ -1,0 +1,46 @@
+"""The workers that a job still has, for scripts that divide data among them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from bpsx.errors import ConfigError
+
+
+class Company:
+    """The living workers of a job, as one of them sees it.
+
+    Worker numbers never change; messages and logs show them. Scripts see places among the living
+    workers, without gaps. One thread calls :meth:`lose`, any thread the others.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        """``number``: this worker's. ``size``: number of workers at the job's beginning."""
+        self._number, self._living = number, list(range(size))
+        #: What cannot go on without any of the workers; "": nothing.
+        self.needed_by = ""
+
+    def lose(self, numbers: Collection[int]) -> None:
+        """The job goes on without these workers."""
+        self._living = [number for number in self._living if number not in numbers]
+
+    @property
+    def rank(self) -> int:
+        """This worker's place."""
+        return self._living.index(self._number)
+
+    @property
+    def size(self) -> int:
+        """Number of living workers."""
+        return len(self._living)
+
+    def number(self, rank: int, what: str) -> int:
+        """The number of the worker in place ``rank``.
+
+        Raises :class:`~bpsx.errors.ConfigError`, which names ``what``, if a worker has been lost
+        meanwhile and there is no such place any more.
+        """
+        living = self._living
+        if rank >= len(living):
+            raise ConfigError(f"{what}: rank {rank}; expected 0 to {len(living) - 1}")
+        return living[rank]

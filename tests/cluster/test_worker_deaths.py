@@ -1,0 +1,238 @@
+"""Jobs that lose workers: the others go on, all with the same sums, in which the lost worker counts
+or does not.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from support.jobs import TRANSPORTS, Job
+
+#: Bytes of the tensors' elements: sent in batches without and with acknowledgement, whole, and cut.
+SIZES = [3, 2_000, 30_000, 1_500_000]
+#: A worker that checks each result against float64, and says which workers it sums.
+TRAINING = """
+    import bpsx, zlib, numpy as np
+
+    SIZES, STEPS, WORKERS = {sizes}, {steps}, {workers}
+    bpsx.init()
+    number = bpsx.rank()
+
+    def share(of, step, i):
+        return np.arange(SIZES[i], dtype=np.float32) % 7 + np.float32(10 ** of * (step + i + 1))
+
+    def counted(got, step, i, average):
+        # The sets of workers whose exact sum or average this is: with all, or without some.
+        found, some = [], slice(None, None, 1 + SIZES[i] // 5_000)
+        parts = [share(of, step, i)[some] for of in range(WORKERS)]
+        for mask in range(1, 2**WORKERS):
+            ranks = [of for of in range(WORKERS) if mask >> of & 1]
+            exact = np.sum([parts[of] for of in ranks], axis=0, dtype=np.float64)
+            if np.allclose(got[some], exact / (len(ranks) if average else 1), rtol=1e-5):
+                found.append(ranks)
+        return found
+
+    for step in range(STEPS):
+        inputs = [share(number, step, i) for i in range(len(SIZES))]
+        handles = [
+            bpsx.push_pull_async(a, name=f"w{{i}}", average=i % 2 == 1, output=a)
+            for i, a in enumerate(inputs)
+        ]
+        results = [bpsx.synchronize(handle) for handle in handles]
+        report(["step", step])
+        report([
+            [counted(got, step, i, i % 2 == 1), zlib.crc32(got.tobytes())]
+            for i, got in enumerate(results)
+        ])
+    bpsx.barrier()
+    report([bpsx.rank(), bpsx.size()])
+    bpsx.shutdown()
+"""
+SHRINK = {"BPSX_ELASTIC": "shrink"}
+
+
+class Shrinking(Job):
+    """A job that runs :data:`TRAINING`."""
+
+    def __init__(self, workers: int, steps: int = 12, env: dict[str, str] | None = None, **more):
+        source = TRAINING.format(sizes=SIZES, steps=steps, workers=workers)
+        super().__init__(source, workers=workers, env={**SHRINK, **(env or {})}, **more)
+
+    def await_step(self, worker: int, step: int) -> None:
+        self.workers[worker].wait_for_line(f'["step", {step}]')
+
+    def everything(self) -> str:
+        return "\n".join(p.text() for p in self.processes)
+
+    def end_well(self, *lost: int) -> None:
+        """Await the end. All survivors have the same results, each of an allowed set of workers."""
+        assert self.scheduler is not None
+        numbers = range(len(self.workers))
+        living = [of for of in numbers if of not in lost]
+        reports = {}
+        for of in living:
+            assert self.workers[of].wait() == 0, self.everything()
+            *steps, place = self.workers[of].reports()
+            assert place == [living.index(of), len(living)], self.everything()
+            reports[of] = [one for one in steps if one[0] != "step"]
+        assert self.scheduler.wait() == 0, self.everything()
+        first = reports[living[0]]
+        assert all(report == first for report in reports.values()), self.everything()
+        # In the order of deaths: with all, without the first, and so on; never back again.
+        allowed = [[of for of in numbers if of not in lost[:n]] for n in range(len(lost) + 1)]
+        for i in range(len(SIZES)):
+            counted = [[one for one in step[i][0] if one in allowed] for step in first]
+            assert all(counted), counted
+            ages = [allowed.index(one[0]) for one in counted]
+            assert ages == sorted(ages) and ages[-1] == len(lost), ages
+        log = self.scheduler.text()
+        assert log.count("workers go on without") == len(lost), log
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_survivors_go_on_when_a_worker_is_killed(transport, servers):
+    lost, rng = random.randrange(3), random.Random()
+    env = {**TRANSPORTS[transport], "BPSX_FIXED_ORDER": rng.choice("01")}
+    with Shrinking(3, env=env, servers=servers) as job:
+        job.await_step(rng.randrange(3), 4)
+        job.workers[lost].signal(signal.SIGKILL)
+        job.end_well(lost)
+
+
+def test_two_workers_are_killed_at_once():
+    with Shrinking(4, servers=2) as job:
+        job.await_step(0, 3)
+        for lost in (1, 3):
+            job.workers[lost].signal(signal.SIGKILL)
+        job.end_well(*_order(job, 1, 3))
+
+
+def _order(job: Job, *lost: int) -> list[int]:
+    """The order in which the scheduler has noticed the deaths of workers."""
+    assert job.scheduler is not None
+    for of in lost:
+        job.scheduler.wait_for_line(f"workers go on without worker {of}")
+    log = job.scheduler.text()
+    return sorted(lost, key=lambda of: log.index(f"workers go on without worker {of}"))
+
+
+def test_one_worker_is_left_in_the_end():
+    with Shrinking(3, servers=1) as job:
+        for step, lost in ((3, 0), (6, 2)):
+            job.await_step(1, step)
+            job.workers[lost].signal(signal.SIGKILL)
+        job.end_well(0, 2)
+
+
+def test_a_worker_that_was_only_silent_ends_with_an_error():
+    quick = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"}
+    with Shrinking(3, servers=2, env=quick) as job:
+        job.await_step(0, 3)
+        job.workers[2].signal(signal.SIGSTOP)
+        assert job.scheduler is not None
+        job.scheduler.wait_for_line("workers go on without worker 2")
+        job.workers[2].signal(signal.SIGCONT)
+        assert job.workers[2].wait() != 0
+        assert "Error" in job.workers[2].text()
+        job.end_well(2)
+
+
+def test_a_worker_and_a_server_are_killed_at_once():
+    for _ in range(3):
+        with Shrinking(3, servers=2, env={"BPSX_FIXED_ORDER": "1"}) as job:
+            job.await_step(0, 3)
+            both = [job.workers[1], job.servers[random.randrange(2)]]
+            random.shuffle(both)
+            for process in both:
+                process.signal(signal.SIGKILL)
+            job.end_well(1)
+
+
+def test_a_job_that_does_not_shrink_ends_when_a_worker_dies():
+    with Shrinking(2, servers=2, env={"BPSX_ELASTIC": "servers"}) as job:
+        job.await_step(0, 3)
+        job.workers[1].signal(signal.SIGKILL)
+        assert job.workers[0].wait() != 0
+        assert "PeerLostError" in job.workers[0].text()
+
+
+OTHERS = """
+    import bpsx, numpy as np
+    from bpsx.errors import BpsxError, ConfigError, PeerLostError
+
+    bpsx.init()
+    number = bpsx.rank()
+    bpsx.push_pull(np.ones(4), name="begin")
+    report("ready")
+    if number == 0:
+        {dead}
+    {others}
+    report([bpsx.rank(), bpsx.size()])
+    report(float(bpsx.push_pull(np.full(3, float(number)), name="end")[0]))
+    bpsx.shutdown()
+"""
+#: What worker 0 does before it dies, and what the others do -> what they report of it.
+SCENES = {
+    "barrier": ("hear()", "bpsx.barrier()", []),
+    "broadcast from a survivor": (
+        "hear()",
+        """report(float(bpsx.broadcast(np.full(3, float(number)), root_rank=2, name="b")[0]))""",
+        [2.0],
+    ),
+    "broadcast from the dead": (
+        "hear()",
+        """
+    try:
+        bpsx.broadcast(np.full(9, float(number)), root_rank=0, name="b")
+    except PeerLostError as e:
+        report("worker 0" in str(e))
+    """,
+        [True],
+    ),
+    "join": ("hear()", "report(bpsx.join())", None),
+    "dies in join": ("bpsx.join()", "hear(); report(bpsx.join())", None),
+    "fails": ("raise ValueError('enough')", "bpsx.barrier()", []),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_other_operations_go_on_without_a_worker(scene):
+    dead, others, wanted = SCENES[scene]
+    with Job(OTHERS.format(dead=dead, others=others), workers=3, servers=1, env=SHRINK) as job:
+        for worker in job.workers:
+            worker.wait_for_line("ready")
+        if scene != "fails":
+            job.workers[0].signal(signal.SIGKILL)
+        assert job.workers[0].wait() != 0
+        if scene == "dies in join":
+            job.scheduler.wait_for_line("workers go on without worker 0")
+            for worker in job.workers[1:]:
+                worker.say("go")
+        for rank, worker in enumerate(job.workers[1:]):
+            assert worker.wait() == 0, worker.text() + job.scheduler.text()
+            _, *reports, place, mean = worker.reports()
+            assert place == [rank, 2] and mean == 1.5
+            assert reports == wanted or (wanted is None and reports[0] in (1, 2)), reports
+        assert job.scheduler.wait() == 0
+
+
+def test_compression_is_refused():
+    source = """
+        import bpsx, numpy as np
+
+        bpsx.init()
+        bpsx.declare("x", {"compressor": "onebit"})
+        try:
+            bpsx.push_pull(np.ones(100_000, np.float32), name="x")
+        except bpsx.errors.ConfigError as e:
+            report("BPSX_ELASTIC=shrink" in str(e))
+        bpsx.shutdown()
+    """
+    with Job(source, workers=2, env=SHRINK) as job:
+        for worker in job.workers:
+            assert worker.wait() == 0
+            assert worker.reports() == [True]

@@ -1,0 +1,124 @@
+"""How the scheduler goes on without workers that it loses."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpsx.scheduler.membership import Membership
+from bpsx.scheduler.states import Handover, JobState
+from unit.scheduler_tools import hello, kinds, late_server, running
+
+SHRINK = {"BPSX_ELASTIC": "shrink", "BPSX_ELASTIC_WAIT": 1}
+
+
+def shrinking(workers: int = 3, servers: int = 1, **changes) -> Membership:
+    return running(workers, servers, **{**SHRINK, **changes})
+
+
+def moved(m: Membership, who: bytes, term: int, again: int = 0) -> list:
+    return m.moved(who, {"term": term, "partitions": 0, "again": again}, 1.0)
+
+
+def test_all_others_hear_of_a_lost_worker():
+    m = shrinking()
+    out = m.gone(b"w1", "its connection broke", 0.5)
+    assert set(kinds(out).values()) == {"TERM"} and set(dict(out)) == {b"w0", b"w2", b"s0"}
+    assert {**dict(out)[b"s0"], "text": ""} == {
+        "type": "TERM",
+        "term": 1,
+        "moves": [],
+        "text": "",
+        "missed": False,
+        "yields": [],
+        "dropped": [1],
+        "living": 2,
+    }
+    assert m.state is JobState.RUNNING and m.blamed is None
+    moved(m, b"w0", 1, 100), moved(m, b"w2", 1, 100)
+    assert "2 workers go on without worker 1 (h, pid 101) and push 200 bytes again, 0.500 s" in str(
+        m.terms.finished[0]
+    )
+
+
+def test_a_second_loss_replaces_the_first_recovery():
+    m = shrinking(4)
+    m.gone(b"w1", "cut")
+    m.gone(b"w2", "cut")
+    moved(m, b"w0", 2), moved(m, b"w3", 2)
+    assert m.terms.state is Handover.SETTLING and m.terms.dropped == {1: 1, 2: 2}
+
+
+def test_a_worker_that_fails_is_lost():
+    m = shrinking()
+    out = m.bye(b"w1", {"failure": "ValueError: no"})
+    assert kinds(out) == {b"w0": "TERM", b"w2": "TERM", b"s0": "TERM", b"w1": "GOODBYE"}
+    assert "no" in dict(out)[b"w0"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"BPSX_ELASTIC": "servers"}, ""),
+        ({"DMLC_ENABLE_RDMA": "rdma"}, "RDMA writes answers over the pushes"),
+        ({"BPSX_LOCAL_REDUCE": 1, "BYTEPS_LOCAL_SIZE": 2}, "2 processes of each machine"),
+    ],
+)
+def test_what_ends_the_job_is_named(changes, why):
+    m = shrinking(3, **changes)
+    out = m.gone(b"w1", "cut")
+    assert set(kinds(out).values()) == {"LOST"} and m.state is JobState.FAILED
+    assert ("; the job cannot go on without it: " + why in m.failure) == bool(why)
+
+
+def test_the_last_worker_ends_the_job():
+    m = shrinking(2)
+    m.gone(b"w1", "cut")
+    m.gone(b"w0", "cut")
+    assert m.state is JobState.FAILED and "it was the last worker" in m.failure
+
+
+def test_a_worker_that_has_left_may_have_the_only_result():
+    m = shrinking(3)
+    m.bye(b"w0", {"failure": ""})
+    m.gone(b"w1", "cut")
+    assert "worker 0 (h, pid 100) has left, perhaps with the only result" in m.failure
+
+
+def test_join_does_not_wait_for_a_lost_worker():
+    m = shrinking(3)
+    m.join(b"w0"), m.join(b"w2")
+    out = m.gone(b"w1", "cut")
+    assert [o["type"] for who, o in out if who == b"s0"] == ["TERM", "CLEAR"]
+    assert "UNJOINED" not in kinds(out).values()
+    out = m.cleared(b"s0", {"generation": 0})
+    assert kinds(out) == {b"w0": "ALL_JOINED", b"w2": "ALL_JOINED"}
+    # Nor does the next one.
+    m.join(b"w0")
+    assert "UNJOINED" not in kinds(m.join(b"w2")).values()
+
+
+def test_a_server_that_joins_is_sent_away_and_may_come_again():
+    m = shrinking(3)
+    m.elastic_wait = 30.0
+    m.hello(b"l0", late_server(0, 3, **SHRINK))
+    out = kinds(m.gone(b"w1", "cut"))
+    assert out[b"l0"] == "LOST" and out[b"w0"] == "TERM"
+    out = dict(m.hello(b"l1", late_server(1, 3, **SHRINK)))
+    welcome = out[b"l1"]
+    assert (welcome["term"], welcome["dropped"], welcome["left"]) == (1, [(1, 1)], [])
+    assert welcome["shrinks"] and set(out) == {b"l1", b"w0", b"w2"}
+
+
+def test_a_lost_worker_that_comes_back_is_told_so():
+    m = shrinking(3)
+    m.gone(b"w1", "silent")
+    ((_, refused),) = m.hello(b"x", hello("worker", 1, 3, 1, config=m.nodes[b"w0"].config))
+    assert "this worker is not awaited any more" in refused["reason"]
+    assert "silent" in refused["reason"]
+
+
+def test_the_job_ends_well_without_the_lost():
+    m = shrinking(3)
+    m.gone(b"w1", "cut")
+    m.bye(b"w0", {"failure": ""}), m.bye(b"w2", {"failure": ""})
+    assert m.state is JobState.DONE
