@@ -86,6 +86,24 @@ def test_a_third_server_gets_a_third_of_the_bytes(transport):
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_two_servers_that_join_at_once_get_a_quarter_each(transport):
+    """Keys move once or twice, as the second may come when they already move to the first."""
+    with gated(40, transport, servers=2, workers=3, BYTEPS_PARTITION_BYTES="131072") as job:
+        await_gate(job)
+        job.start_server(2)
+        job.start_server(3)
+        job.scheduler.wait_for_line("has joined: all workers", count=2)
+        joined(job)
+        pass_gate(job)
+        check(job, 40)
+        assert all(server.wait() == 0 for server in job.servers)
+        parts = [summed(server) for server in job.servers]
+    step = sum(parts) / 40
+    assert all(abs(part / step - 12.5) < 2 for part in parts[:2]), (parts, step)
+    assert all(abs(part / step - 7.5) < 2 for part in parts[2:]), (parts, step)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_keys_move_again_and_again(transport, workers):
     """Servers join, and the oldest leave or die, while workers push."""
