@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bpsx.telemetry._recorder import Watcher
 from core.test_lane import BIG, Rig
 from support import wire as w
 
@@ -62,6 +63,22 @@ def test_an_open_round_is_forgotten_when_all_have_asked(rig, nbytes, options):
     await_count(r, "stale", 4)
     counters = r.lane.counters()
     assert (counters["yielded"], counters["malformed"], counters["rounds"]) == (1, 0, 0)
+
+
+def test_a_forgotten_round_is_not_open_any_more(rig):
+    """As metrics and `bpsx-run top` show it."""
+    watcher = Watcher("server", workers=2)
+    watcher.live(True)
+    r = rig(2, watch=watcher)
+    r.register(3, 16)
+    r.push(0, 3, ones(16))
+    await_count(r, "messages_received", 3)
+    assert watcher.stats()["open_rounds"] == 1
+    for rank in range(2):
+        give_up(r, rank)
+    for rank in range(2):
+        take(r, rank, w.LEFT)
+    assert watcher.stats()["open_rounds"] == 0
 
 
 def test_other_slots_stay(rig):
