@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 from typing_extensions import Buffer
 
 from bpsx.core._handle import Handle, Item, Request
-from bpsx.core._tensor import Declaration, Tensor
+from bpsx.core._tensor import CommitGroup, Declaration, Tensor
 from bpsx.core.waiters import Waiters
 from bpsx.local._cuda import Gpu, Moment
 
@@ -32,6 +32,10 @@ class Core:
     ) -> None: ...
     @property
     def pid(self) -> int: ...
+    @property
+    def groups(self) -> dict[str, CommitGroup]: ...
+    @property
+    def all_groups(self) -> list[CommitGroup]: ...
     @property
     def failure_raised(self) -> bool: ...
     def adopt(self, tensor: Tensor) -> None: ...

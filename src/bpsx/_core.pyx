@@ -43,8 +43,8 @@ from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.targets cimport free_term, free_terms
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_joined, tell_known, tell_term
 from bpsx.system.sync cimport (
-    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
-    wait_until,
+    atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns,
+    unlock, wait_until,
 )
 from bpsx.core.trace.watch cimport Watch
 from bpsx.core.transitions cimport move_task
@@ -93,6 +93,9 @@ cdef class Core:
     cdef readonly object waiters    # which threads wait for which handles: see waiters.py
     cdef readonly int pid       # creator: a forked child must not touch the parent's sockets
     cdef set tensors
+    # Groups of push_pulls that are committed together, by the names of their tensors.
+    cdef readonly dict groups
+    cdef readonly list all_groups
     cdef list workers           # the pool's threads
     cdef str failure
     cdef bint closed, greeted
@@ -142,7 +145,7 @@ cdef class Core:
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self._make_lanes(list(lanes), beside)
-        self.tensors = set()
+        self.tensors, self.groups, self.all_groups = set(), {}, []
         self.waiters = Waiters()
 
     cdef _make_lanes(self, list servers, beside):
@@ -423,6 +426,10 @@ cdef class Core:
         if self.c.role.parked:
             self.c.endpoint.wake(self.c.endpoint.self)
         unlock(&self.c.monitor)
+        if handle.task.group != NULL:
+            atomic_add(&handle.task.group.ended, 1)
+            atomic_store(&self.c.inbox.group_news, 1)
+            tell_news(&self.c)
         with nogil:
             run_callbacks(callbacks, status)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bpsx.core._tensor import CommitGroup
 from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script, Worker
 
 
@@ -99,22 +100,88 @@ class Shrinking(Script):
             return f"{outcomes}"
         if any(o.tobytes() != outcomes[0].tobytes() for o in outcomes):
             return "survivors have different results"
-        if any(np.allclose(outcomes[0], exact, 1e-4, 1e-4) for exact in self._allowed(round_)):
+        if self.fitting(round_, outcomes[0]):
             return ""
         return f"{round_.kind} of {sorted(round_.inputs)}, living {sorted(alive)}: no allowed sum"
 
-    def _allowed(self, round_: Round) -> list[np.ndarray]:
-        """The results with all that were lost, without the first of them, and so on."""
-        found = []
+    def fitting(self, round_: Round, outcome: np.ndarray) -> set[int]:
+        """Numbers n for which ``outcome`` is the result without the first n that were lost."""
+        found = set()
         for n in range(len(self.lost) + 1):
             gone = {worker.rank for worker in self.lost[:n]}
             parts = [a for i, a in round_.inputs.items() if i not in gone]
-            if parts:
-                total = np.sum(parts, axis=0, dtype=np.float64)
-                found.append(total / (self.senders - n) if round_.kind == AVERAGE else total)
+            total = np.sum(parts, axis=0, dtype=np.float64) if parts else np.nan
+            exact = total / (self.senders - n) if round_.kind == AVERAGE else total
+            if np.allclose(outcome, exact, 1e-4, 1e-4):
+                found.add(n)
         return found
 
     def close(self) -> None:
         for worker in self.lost:
             worker.core.close()
         super().close()
+
+
+class Stepping(Shrinking):
+    """Such a run whose tensors are a group: each worker pushes all of them in each step."""
+
+    steps = 3
+
+    def __init__(self, seed: int, workers: int, **options: Any) -> None:
+        self.step_of: dict[int, int] = {}  # round's id -> step
+        self.now: dict[int, tuple[int, bool]] = {}  # rank -> step, whether it is sealed
+        super().__init__(seed, workers, **options)
+        self.groups = {}
+        for worker in self.workers:
+            group = self.groups[worker.rank] = CommitGroup(worker.core)
+            worker.core.groups.update({tensor.name: group for tensor in worker.tensors})
+
+    def _plan(self) -> None:
+        base = len(self.step_of)
+        for step in range(self.steps):
+            for at, size in enumerate(self.sizes):
+                inputs = {
+                    w.rank: self.numbers.standard_normal(size // 4, np.float32)
+                    for w in self.workers
+                }
+                self.rounds.append(Round(SUM, inputs, self.workers[0].rank))
+                self.step_of[id(self.rounds[-1])] = base + step
+                for worker in self.workers:
+                    worker.todo.append((at, self.rounds[-1]))
+        for worker in self.workers:
+            self.rng.shuffle(worker.todo)
+            worker.todo.sort(key=lambda item: self.step_of[id(item[1])])
+            self.now.setdefault(worker.rank, (base, False))
+
+    def _choices(self) -> list[Callable[[], Any]]:
+        found = super()._choices()
+        for worker in (*self.workers, *self.lingering):
+            step, sealed = self.now[worker.rank]
+            following = self.step_of[id(worker.todo[0][1])] if worker.todo else None
+            if following == step:
+                continue
+            if not sealed:
+                found.append(lambda of=worker.rank, step=step: self._seal(of, step))
+            elif not worker.begun and following is not None:
+                self.now[worker.rank] = (following, False)
+                continue
+            found = [call for call in found if call != worker.begin]
+        return found
+
+    def _seal(self, rank: int, step: int) -> None:
+        self.now[rank] = (step, True)
+        worker = next(w for w in (*self.workers, *self.lost) if w.rank == rank)
+        self.groups[rank].seal()
+        worker.core.notify()
+
+    def check(self) -> None:
+        """As before; and each step has the same workers in all tensors."""
+        super().check()
+        alive = [w.rank for w in self.workers]
+        steps: dict[int, set[int]] = {}
+        for round_ in self.rounds:
+            if got := [round_.got[rank] for rank in alive if rank in round_.inputs]:
+                step = self.step_of[id(round_)]
+                everything = set(range(len(self.lost) + 1))
+                steps[step] = steps.get(step, everything) & self.fitting(round_, got[0])
+        assert all(steps.values()), steps

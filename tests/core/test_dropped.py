@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from core.dropped import Shrinking
+from core.dropped import Shrinking, Stepping
 
 #: Options of a run -> its arguments.
 KINDS = {
@@ -27,6 +27,30 @@ def test_survivors_get_the_same_outcomes_with_a_lost_worker_or_without(kind):
     for _ in range(20):
         seed = random.randrange(2**32)
         script = Shrinking(seed, **KINDS[kind])
+        try:
+            script.run()
+            script.check()
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        finally:
+            script.close()
+
+
+#: The same, for runs in groups.
+STEPS = {
+    "one of three": {"workers": 3, "losses": 0},
+    "two of four": {"workers": 4, "tensors": 4, "losses": 0, "drops": 2},
+    "workers and lanes": {"workers": 3, "losses": 2, "drops": 2},
+    "overtaking": {"workers": 3, "reorder": 0.2},
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_lost_worker_counts_in_all_tensors_of_a_step_or_in_none(kind):
+    for _ in range(20):
+        seed = random.randrange(2**32)
+        script = Stepping(seed, **STEPS[kind])
         try:
             script.run()
             script.check()

@@ -96,6 +96,12 @@ class FakeSession:
     def require_all(self, what: str) -> None:
         """No worker is ever lost."""
 
+    def group_of(self, names: Any, group: None = None) -> None:
+        """Push_pulls are not committed in groups."""
+
+    def seal(self, group: None) -> None:
+        """As before."""
+
     @property
     def config(self) -> Any:
         return SimpleNamespace(

@@ -1,7 +1,7 @@
 # C-level interface of _handle.pyx for other extension modules.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from bpsx.core._tensor cimport Tensor
+from bpsx.core._tensor cimport CommitGroup, Tensor
 from bpsx.core.partition cimport EndCallback, Task
 from bpsx.core.state cimport Core as CCore
 
@@ -52,6 +52,7 @@ cdef class Handle:
     cdef readonly str name
     cdef public object result
 
+    cdef join_group(self, CommitGroup group)
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result)
     cdef take_memory(self, Request request, uint64_t nbytes)
     cdef _check_size(self, str what, uint64_t found, uint64_t wanted)

@@ -8,7 +8,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from bpsx.core._tensor cimport Declaration, Tensor
+from bpsx.core._tensor cimport CommitGroup, Declaration, Tensor
 from bpsx.core.partition cimport FIRED
 from bpsx.core.process cimport own_pid as c_own_pid
 from bpsx.core.gpu.reclaim cimport waits_for_end, note_wait
@@ -113,6 +113,13 @@ cdef class Handle:
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
         self.core, self.c, self.name, self.owner, self.result = core, c, name, owner, result
         self.task.divisor, self.task.priority, self.task.handle = divisor, priority, <void *>self
+        if core.groups:
+            self.join_group(core.groups.get(name))
+
+    cdef join_group(self, CommitGroup group):
+        if group is not None:
+            group.c.submitted += 1
+            self.task.group, self.task.number = &group.c, group.c.submitted
 
     cdef take_memory(self, Request request, uint64_t nbytes):
         """Point the task at the request's memory.

@@ -1,7 +1,8 @@
 # C-level interface of _tensor.pyx for other extension modules.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from bpsx.core.partition cimport Tensor as CTensor
+from bpsx.core.partition cimport CommitGroup as CGroup, Tensor as CTensor
+from bpsx.core.state cimport Core as CCore
 
 
 cdef class Tensor:
@@ -22,6 +23,11 @@ cdef class Tensor:
     cdef void ask_no_more(self)
     cdef put_on(self, gpu)
     cdef take_off(self)
+
+
+cdef class CommitGroup:
+    cdef CGroup c
+    cdef CCore *of              # the core keeps this object, and outlives its use
 
 
 cdef class Declaration:

@@ -1,5 +1,6 @@
 from collections.abc import Collection, Sequence
 
+from bpsx._core import Core
 from bpsx.compression.spec import CompressionSpec
 from bpsx.core._handle import Handle
 from bpsx.core.declared_state import DeclaredEvent, DeclaredState
@@ -35,6 +36,10 @@ class Tensor:
     def state(self, saved: list[bytes] | None = None) -> list[bytes]: ...
     @property
     def server_bytes(self) -> int: ...
+
+class CommitGroup:
+    def __init__(self, core: Core) -> None: ...
+    def seal(self) -> None: ...
 
 class Declaration:
     #: The compression, or None.

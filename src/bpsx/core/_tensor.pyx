@@ -11,7 +11,7 @@ from bpsx.core.codec.state cimport packed_free, server_state_bytes
 from bpsx.core.logs cimport free_backup
 from bpsx.core.partition cimport COPYH2D, DECOMPRESS, MAX_STAGES, OnGpu, Partition
 from bpsx.core.status cimport DONE
-from bpsx.system.sync cimport now_ns
+from bpsx.system.sync cimport atomic_store, lock, now_ns, unlock
 
 from bpsx.core.declared_state import DECLARED, DeclaredState
 from bpsx.errors import DeviceError
@@ -280,6 +280,31 @@ cdef class Tensor:
         ``is_codec_state`` transfers.
         """
         return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
+
+
+cdef class CommitGroup:
+    """Push_pulls that count as a whole, in a job that goes on without lost workers.
+
+    A push_pull belongs to the group of its name, if the core's ``groups`` has one. None of them
+    ends before :meth:`seal`. ``core``: a :class:`bpsx._core.Core`, for whose life the group stays.
+    Thread-safe.
+    """
+
+    def __init__(self, core not None) -> None:
+        self.of = <CCore *>PyCapsule_GetPointer(core.abi(), b"bpsx.Core")
+        core.all_groups.append(self)
+        lock(&self.of.monitor)
+        self.c.next = self.of.inbox.groups
+        self.of.inbox.groups = &self.c
+        unlock(&self.of.monitor)
+
+    def seal(self) -> None:
+        """The push_pulls so far end a step: they are committed together once all have answers.
+
+        The caller notifies the core.
+        """
+        atomic_store(&self.c.sealed, self.c.submitted)
+        atomic_store(&self.of.inbox.group_news, 1)
 
 
 cdef class Declaration:

@@ -6,13 +6,15 @@
 # Only the driver calls these functions.
 from libc.stdint cimport uint32_t
 
+from bpsx.core.groups cimport is_complete, mark_ready, take_ready, unmark_ready
 from bpsx.core.keep cimport forget_kept, note_arrival
-from bpsx.core.partition cimport Kept, Partition, Task, Tensor
+from bpsx.core.partition cimport CommitGroup, Kept, Partition, Task, Tensor
 from bpsx.core.stage cimport advance, fail_core, fail_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_MEMORY
 from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.core.wire cimport LEAST_ACKNOWLEDGED
+from bpsx.system.sync cimport atomic_store, lock, unlock
 
 
 cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
@@ -35,11 +37,38 @@ cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void commit(Core *c, Tensor *tensor) noexcept nogil:
-    """Commit the current task of a tensor, if all its answers are there."""
+    """Commit the current task of a tensor if all its answers are there, unless it has a group."""
     cdef Task *task = tensor.current
-    cdef uint32_t i
     if task == NULL or tensor.answered == 0 or tensor.answered < task.remaining:
         return
+    if task.group == NULL:
+        use_answers(c, tensor)
+    else:
+        mark_ready(tensor)
+        atomic_store(&c.inbox.group_news, 1)
+
+
+cdef inline void commit_groups(Core *c) noexcept nogil:
+    """Commit the groups that are complete, each in one go."""
+    cdef CommitGroup *group
+    cdef Tensor *tensor
+    cdef Tensor *following
+    atomic_store(&c.inbox.group_news, 0)
+    lock(&c.monitor)
+    group = c.inbox.groups
+    unlock(&c.monitor)
+    while group != NULL:
+        tensor = take_ready(group) if is_complete(group) else NULL
+        while tensor != NULL:
+            following = tensor.next_ready
+            use_answers(c, tensor)
+            tensor = following
+        group = group.next
+
+
+cdef inline void use_answers(Core *c, Tensor *tensor) noexcept nogil:
+    """Use the answers of a tensor's current task."""
+    cdef uint32_t i
     tensor.answered = 0
     # The last one may end the task and start the tensor's next, which has no answers.
     for i in range(tensor.n_parts):
@@ -59,4 +88,5 @@ cdef inline void withdraw(Core *c, Partition *p) noexcept nogil:
     if p.answered:
         p.answered = False
         p.tensor.answered -= 1
+        unmark_ready(p.tensor)
         forget_kept(c, p)

@@ -210,6 +210,9 @@ cdef struct Tensor:
     Text codec                  # compression, in one line as spec.py writes it; empty: none
     Task *current               # task whose partitions are under way
     uint32_t answered           # partitions of it that are `answered`
+    bint ready                  # it has all answers, and its group is not committed
+    bint linked                 # this tensor is in its group's list
+    Tensor *next_ready
     int64_t started_ns          # submission time of the current task
     bint waits_for_others       # the current task needs the pushes of other workers
     TensorTrace trace
@@ -259,8 +262,21 @@ cdef struct TaskOnGpu:
     # sequence number among the tasks that succeeded; 0: not one of them (yet)
     uint64_t end_number
 
+cdef struct CommitGroup:        # push_pulls that are committed together; core/groups.pxd
+    int64_t submitted           # tasks so far; guarded by the GIL
+    int64_t sealed              # the last that belongs to a whole step; read atomically
+    int64_t ended               # tasks that have ended; written atomically
+    # Owned by the driver:
+    int64_t seen                # `sealed`, as of the latest look
+    int64_t due                 # tasks up to `seen` that are ready
+    Tensor *first               # tensors that are ready, and others, by Tensor.next_ready
+    CommitGroup *next           # next group of the core
+
+# More than 20 fields: what the caller asks for, and how far it has come.
 cdef struct Task:
     Tensor *tensor
+    CommitGroup *group          # NULL: it is committed by itself
+    int64_t number              # in its group, from 1
     char *input                 # NULL: nothing to push (a receiver of a broadcast)
     char *output
     uint32_t divisor            # divisor of the sum, or the root's rank for a broadcast

@@ -19,12 +19,13 @@ from bpsx.core.gpu.pinned_pool cimport give_place
 from bpsx.core.state cimport USER_STREAMS, Core, Pool
 from bpsx.core.codec.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
+from bpsx.core.groups cimport unmark_ready
 from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.targets cimport resolve
 from bpsx.core.transitions cimport move_partition, move_task
 from bpsx.system.arrays cimport make_room
-from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
+from bpsx.system.sync cimport atomic_add, atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport record_start, record_end, record_stage
 
@@ -243,6 +244,9 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     cdef EndCallback *callbacks
     if task.tensor.trace.recorded and not task.is_codec_state:
         record_end(c, task, status)
+    if task.group != NULL:
+        atomic_add(&task.group.ended, 1)
+        atomic_store(&c.inbox.group_news, 1)
     if (
         task.gpu.end_event != NULL
         and not (task.gpu.end_state == RECORDED and status == DONE)
@@ -487,6 +491,7 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
         pool_forget(c.pool, tensor)
     if c.gpu != NULL and c.gpu.coders != NULL:
         pool_forget(c.gpu.coders, tensor)
+    unmark_ready(tensor)
     tensor.current = NULL
     for i in range(tensor.n_parts):
         if tensor.parts[i].stage != END:

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from bpsx.core.gpu.device cimport N_STREAMS, Device
 from bpsx.core.local.neighbour cimport Group
 from bpsx.core.partition cimport (
-    Counters, Heap, Lane, Partition, PinnedBlock, Server, Task, Tasks, Tensor, Term,
+    CommitGroup, Counters, Heap, Lane, Partition, PinnedBlock, Server, Task, Tasks, Tensor, Term,
 )
 from bpsx.core.local.ring cimport Post
 from bpsx.system.sync cimport Monitor
@@ -106,6 +106,8 @@ cdef struct Inbox:              # what the driver has not seen yet; guarded by t
     # The driver must look at the inbox, or at Core.failed. Written with the monitor held, read by
     # any thread.
     int64_t news
+    CommitGroup *groups         # all groups; they stay for the core's life
+    int64_t group_news          # some group may be complete. Not guarded: any thread, atomically
 
 cdef struct Ended:              # finished tasks; guarded by the monitor
     Task *on_host               # ... whose memory Python has yet to release

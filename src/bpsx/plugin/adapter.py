@@ -26,6 +26,7 @@ from bpsx.compression.spec import NONE as NOT_COMPRESSED
 from bpsx.compression.spec import CompressionSpec, compression
 from bpsx.config import LaunchedPlace, child_environment, is_set, launched, own_store
 from bpsx.core._handle import Handle, Item
+from bpsx.core._tensor import CommitGroup
 from bpsx.local.devices import Streams
 from bpsx.session.limits import padded_length
 from bpsx.session.session import Session
@@ -36,6 +37,7 @@ from bpsx.system.logs import log_from_import
 __all__ = [
     "FRAMEWORK",
     "NOT_COMPRESSED",
+    "CommitGroup",
     "CompressionSpec",
     "Handle",
     "Item",

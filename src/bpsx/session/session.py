@@ -7,12 +7,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 from bpsx import errors
 from bpsx.compression.manager import Compressing, Remembered
 from bpsx.compression.spec import CompressionSpec
 from bpsx.config import Config
 from bpsx.core._handle import Handle, Item, Request
+from bpsx.core._tensor import CommitGroup
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
@@ -103,6 +105,26 @@ class Session(Liveness):
         Raises :class:`~bpsx.errors.ConfigError`, which names ``what``, if there is none any more.
         """
         return self._company.number(rank, what)
+
+    def group_of(
+        self, names: Iterable[str], group: CommitGroup | None = None
+    ) -> CommitGroup | None:
+        """Let the push_pulls of ``names`` count as a whole, from one :meth:`seal` to the next.
+
+        That is, the results of none are used before those of all are there. ``group``: one that
+        they join; otherwise they are a new one. None: the job ends when a worker is lost.
+        """
+        if not self.shrinks:
+            return None
+        found = CommitGroup(self._core) if group is None else group
+        self._core.groups.update(dict.fromkeys(names, found))
+        return found
+
+    def seal(self, group: CommitGroup | None) -> None:
+        """All push_pulls of a step have begun: they may be waited for. Idempotent."""
+        if group is not None:
+            group.seal()
+            self._core.notify()
 
     def require_all(self, what: str) -> None:
         """End the job with an error when a worker is lost: ``what`` cannot go on without it.

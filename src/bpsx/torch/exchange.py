@@ -105,7 +105,9 @@ class Exchange:
         self._managed: list[Managed] = []
         self._known: set[int] = set()  # ids of the parameters
         self._startup = StartupCheck(self.owner, self._managed)
-        self._session: object = None  # session in which the kinds were agreed on
+        self._session: adapter.Session | None = None  # in which the kinds were agreed on
+        # Lost workers count in all gradients of a step or in none.
+        self._group: adapter.CommitGroup | None = None
         self._begun = False  # backward has run since the last wait
         self._round: ExchangeRound | None = None
         self._late_usage: UsageCount | None = None  # count of the last step, not evaluated yet
@@ -122,6 +124,8 @@ class Exchange:
                 self._known.add(id(parameter))
                 info = GradientInfo(PREFIX + name, f"gradient of {name!r}", -len(self._managed))
                 self._managed.append(Managed(name, parameter, info, self._passes))
+                if self._session is not None:
+                    self._session.group_of([info.wire], self._group)
                 if self.active:
                     self._declare(name, parameter)
         if attach:
@@ -290,6 +294,7 @@ class Exchange:
         self.attach()
         now = self._open_round()
         self._push_missing(now)
+        adapter.session().seal(self._group)
         ours = _settling.pushed_of(self._managed)
         together = _settling.all_together(ours)
         for managed in ours:
@@ -448,8 +453,8 @@ class Exchange:
         """In a resumed job with other workers, forget what was agreed in the job before."""
         session = adapter.session()
         if session is not self._session:
-            session.require_all(self.owner.what)
             self._session, self._late_usage = session, None
+            self._group = session.group_of(m.info.wire for m in self._managed)
             for managed in self._managed:
                 managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:
@@ -482,6 +487,11 @@ class Exchange:
     def _push_sparse(self, managed: Managed) -> None:
         gradient = managed.parameter.grad
         chosen = self.choices.get(managed.name)
+        if adapter.session().shrinks:
+            raise ConfigError(
+                f"{managed.info.what}: it is sparse, which does not work with BPSX_ELASTIC=shrink."
+                " Give sparse_as_dense=True, or set BPSX_ELASTIC=servers"
+            )
         if chosen is not None and chosen.momentum:
             raise ConfigError(
                 f"{managed.info.what}: it is sparse and therefore not compressed, so"

@@ -1,0 +1,116 @@
+"""PyTorch jobs that lose a worker: in each step it counts in all gradients or in none."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from support.jobs import Job
+
+SHRINK = {"BPSX_ELASTIC": "shrink"}
+#: Elements of the parameters. Gradients of worker ``r`` are 10 ** r everywhere.
+SIZES = [10, 3_000, 300_000, 700_000, 5, 40_000, 1_000, 90_000]
+TRAINING = """
+    import time, torch
+    import bpsx.torch as bps
+    from bpsx.api.lifecycle import session
+
+    torch.set_num_threads(1)
+    bps.init()
+    number, size = bps.rank(), bps.size()
+    weights = [torch.nn.Parameter(torch.zeros(n)) for n in {sizes}]
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=1.0),
+        named_parameters=[(f"w{{i}}", w) for i, w in enumerate(weights)],
+    )
+
+    def stop_in_step(step):
+        # After half of the gradients have been pushed, and the servers have replied to them.
+        if number != 1 or step != {fatal}:
+            return
+        def hook(_):
+            report("half")
+            before = session().counters()["messages_received"]
+            while session().counters()["messages_received"] < before + 2:
+                time.sleep(0.01)
+            report("summed")
+            hear()
+        weights[4].register_hook(hook)
+
+    for step in range({steps}):
+        before = [w.detach().clone() for w in weights]
+        stop_in_step(step)
+        optimizer.zero_grad()
+        loss = 0.0
+        for w in weights:
+            loss = loss + (w * 10.0**number).sum()
+        loss.backward()
+        report(["step", step])
+        optimizer.step()
+        moved = [(a - w.detach()).unique().tolist() for a, w in zip(before, weights)]
+        assert all(len(m) == 1 for m in moved), moved
+        report(sorted({{round(m[0], 2) for m in moved}}))
+    report([bps.rank(), bps.size()])
+    bps.shutdown()
+"""
+
+
+def survivors_agree(job: Job, lost: int, workers: int) -> list[float]:
+    """Check that all survivors moved all weights by the same in each step; return the moves."""
+    living = [of for of in range(workers) if of != lost]
+    found = []
+    for of in living:
+        assert job.workers[of].wait() == 0, job.workers[of].text() + job.scheduler.text()
+        *steps, place = job.workers[of].reports()
+        assert place == [living.index(of), len(living)]
+        found.append([one for one in steps if one[0] != "step"])
+    assert all(moves == found[0] for moves in found)
+    assert all(len(step) == 1 for step in found[0]), found[0]
+    assert job.scheduler.wait() == 0
+    return [step[0] for step in found[0]]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_worker_that_dies_in_a_step_counts_in_none_of_its_gradients(servers):
+    source = TRAINING.format(sizes=SIZES, steps=6, fatal=3)
+    with Job(source, workers=3, servers=servers, env=SHRINK) as job:
+        job.workers[1].wait_for_line("summed")
+        for of in (0, 2):
+            job.workers[of].wait_for_line('["step", 3]')
+        job.workers[1].signal(signal.SIGKILL)
+        moves = survivors_agree(job, 1, 3)
+        assert moves == [37.0] * 3 + [50.5] * 3
+
+
+def test_a_worker_that_dies_at_any_moment_counts_in_all_gradients_or_none():
+    for _ in range(4):
+        source = TRAINING.format(sizes=SIZES, steps=8, fatal=-1)
+        with Job(source, workers=3, servers=2, env=SHRINK) as job:
+            job.workers[random.randrange(3)].wait_for_line('["step", 2]')
+            job.workers[1].signal(signal.SIGKILL)
+            moves = survivors_agree(job, 1, 3)
+            assert moves == sorted(moves) and set(moves) == {37.0, 50.5}
+
+
+def test_sparse_gradients_are_refused():
+    source = """
+        import torch, bpsx, bpsx.torch as bps
+
+        bps.init()
+        model = torch.nn.Embedding(4, 3, sparse=True)
+        optimizer = bps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=model.named_parameters()
+        )
+        model(torch.tensor([1])).sum().backward()
+        try:
+            optimizer.step()
+        except bpsx.errors.ConfigError as e:
+            report("BPSX_ELASTIC=shrink" in str(e))
+        bps.shutdown()
+    """
+    with Job(source, workers=2, env=SHRINK) as job:
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports() == [True]
