@@ -55,7 +55,7 @@ class Job:
         self._worker_ending = Ending(plan.grace, plan.kill_after)
         self._helper_ending = Ending(plan.grace, plan.kill_after)
         self._record: int | None = None
-        self._may_lose_servers = False
+        self._may_lose: list[str] = []  # roles of processes without which the job may go on
         self._restarts = Restarts(plan.max_restarts)
 
     def run(self) -> int:
@@ -127,7 +127,8 @@ class Job:
         """Start the scheduler. Returns its port, or 0 if the job halted before it was known."""
         timeout = Config(scheduler.environment).rendezvous_timeout
         environment = self._plan.environment("server", 0, self._plan.port)
-        self._may_lose_servers = Config(environment).may_lose_servers
+        config = Config(environment)
+        self._may_lose = ["server"] * config.may_lose_servers + ["worker"] * config.may_lose_workers
         if not scheduler.here:
             self._start(scheduler)
             return self._plan.port or self._await_port(
@@ -262,7 +263,8 @@ class Job:
         lost = [child for child in ended if self._may_go_on_without(child)]
         seen.lost += lost
         for child in lost:
-            if then := self._restarts.ended(child.name, now):
+            # A worker cannot join a running job.
+            if child.role == "server" and (then := self._restarts.ended(child.name, now)):
                 self._pump.say(f"{child.story()}; {then}")
         seen.restarted += [child for child in ended if self._starts_again(child, done, now)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
@@ -309,8 +311,7 @@ class Job:
         """Whether the job may have survived the death of ``child``, as the scheduler will say."""
         seen = self._status
         return (
-            self._may_lose_servers
-            and child.role == "server"
+            child.role in self._may_lose
             and bool(child.status)
             and not child.overdue
             and seen.complete
@@ -345,7 +346,7 @@ class Job:
         return self._restarts.is_due(child.name)
 
     def _undecided(self) -> bool:
-        """Whether the scheduler has yet to say what follows from the death of a server."""
+        """Whether the scheduler has yet to say what follows from the death of a process."""
         seen = self._status
         return (
             seen.scheduler.tells
@@ -354,7 +355,7 @@ class Job:
         )
 
     def _cannot_go_on(self) -> bool:
-        """Whether a server has died and the scheduler has ended the job."""
+        """Whether a process has died and the scheduler has ended the job."""
         return self._undecided() and self._status.scheduler.blame() is not None
 
     def _end_all(self, now: float) -> None:

@@ -13,9 +13,9 @@ class JobStatus:
 
     ``ended``: in the order in which they ended. ``stop``: received signals that end the job.
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
-    started, and the exit status for it. ``lost``: servers that died while the job may have gone on
-    without them. ``again``: servers and schedulers that were started in the place of such.
-    ``restarted``: schedulers that died and were started again.
+    started, and the exit status for it. ``lost``: servers and workers that died while the job may
+    have gone on without them. ``again``: servers and schedulers that were started in the place of
+    such. ``restarted``: schedulers that died and were started again.
     """
 
     def __init__(self, forgiving: bool) -> None:
@@ -47,20 +47,24 @@ class JobStatus:
 
     @property
     def survived(self) -> list[Child]:
-        """The servers that died, or had to be ended, and did not end the job; dead schedulers, too.
+        """The servers and workers that died, or had to be ended, and did not end the job; dead
+        schedulers, too.
 
         A scheduler on this machine says so at once. Elsewhere, its exit status of 0 does at the
         end.
         """
         ended_well = any(c.role == "scheduler" and c.status == 0 for c in self.children)
         blame = self.scheduler.blame()
-        told = self.scheduler.lost_servers() - {blame.pid if blame else 0}
+        told = self.scheduler.lost() - ({(blame.role, blame.pid)} if blame else set())
         return self.restarted + [
             c
             for c in self.children
-            if c.role == "server"
+            if c.role != "scheduler"
             and (c.status or c.overdue)
-            and (c.process.pid in told or (ended_well and (c in self.lost or c in self.again)))
+            and (
+                (c.role, c.process.pid) in told
+                or (ended_well and (c in self.lost or c in self.again))
+            )
         ]
 
     def exit_status(self, written: bool) -> int:

@@ -88,10 +88,12 @@ class SchedulerState:
                 return Blame(role, int(rank), int(pid), "".join(cause))
         return None
 
-    def lost_servers(self) -> set[int]:
-        """Process ids of the servers without which, as the scheduler has said, the job goes on."""
+    def lost(self) -> set[tuple[str, int]]:
+        """Roles and process ids of the servers and workers without which, as the scheduler has
+        said, the job goes on.
+        """
         lines = [line.split(" ") for line in self.text().splitlines()]
-        return {int(words[3]) for words in lines if words[:2] == ["lost", "server"]}
+        return {(words[1], int(words[3])) for words in lines if words[0] == "lost"}
 
     def close(self) -> None:
         """Close the descriptor; what has been written stays."""
