@@ -245,6 +245,8 @@ class Server(Node):
                 self.handle(left)
             for rank in m["joined"]:
                 self.handle({"type": "JOINED", "rank": rank, "generation": m["joins"]})
+            for rank, term in m["dropped"]:
+                self.marks.drop(rank, term)
         elif m["type"] == "LEFT":
             self.marks.leave(m["rank"], m["host"], m["pid"])
         elif m["type"] == "JOINED":
@@ -254,6 +256,9 @@ class Server(Node):
             self.send("CLEARED", generation=m["generation"])
         elif m["type"] == "TERM" and any(lane == self.rank for lane, _ in m["moves"]):
             self.over, self.lost = True, "replaced"
+        elif m["type"] == "TERM":
+            for rank in m.get("dropped", []):
+                self.marks.drop(rank, m["term"])
         elif m["type"] == "END":
             self.leave()
 
@@ -261,9 +266,9 @@ class Server(Node):
 class World:
     """A job with one lane on each server."""
 
-    def __init__(self, workers: int = 2, servers: int = 2) -> None:
+    def __init__(self, workers: int = 2, servers: int = 2, elastic: str = "servers") -> None:
         self.workers_n, self.servers, self.now = workers, servers, 0.0
-        self.options = config(workers, servers, BPSX_ELASTIC="servers", BPSX_ELASTIC_WAIT=1)
+        self.options = config(workers, servers, BPSX_ELASTIC=elastic, BPSX_ELASTIC_WAIT=1)
         self.job = 77
         self.workers = [Worker(self, r) for r in range(workers)]
         self.nodes: list[Node] = [Server(self, s) for s in range(servers)]

@@ -7,6 +7,7 @@ import pytest
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.states import Handover, JobState
 from unit.scheduler_tools import hello, kinds, late_server, running
+from unit.scripted_job import World
 
 SHRINK = {"BPSX_ELASTIC": "shrink", "BPSX_ELASTIC_WAIT": 1}
 
@@ -122,3 +123,35 @@ def test_the_job_ends_well_without_the_lost():
     m.gone(b"w1", "cut")
     m.bye(b"w0", {"failure": ""}), m.bye(b"w2", {"failure": ""})
     assert m.state is JobState.DONE
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("heard", ["w0", "s0", "w0 s1", "w2 s0 s1", "w0 w2 s0 s1"])
+def test_the_scheduler_dies_while_it_tells_of_a_lost_worker(heard, comes_back):
+    """One that is started again goes on without the worker, which all hear of in one term."""
+    world = World(3, 2, elastic="shrink")
+    names = dict(zip(("s0", "s1", "w0", "w1", "w2"), world.nodes))
+    lost = names["w1"]
+    if not comes_back:
+        world.kill(lost)
+    world.bury(lost)
+    for name in heard.split():
+        names[name].take()
+    world.kill_hub()
+    if comes_back:
+        lost.state = "orphaned"
+    world.settle()
+    assert world.hub.state is JobState.RUNNING, world.hub.failure
+    for name in ("w0", "w2"):
+        ((term, moves, _, _, _, dropped, living),) = names[name].decisions.terms
+        assert (term, moves, dropped, living) == (1, [], [1], 2)
+    assert [set(names[name].marks.dropped) for name in ("s0", "s1")] == [{1}, {1}]
+    assert world.hub.terms.state is Handover.SETTLED
+    assert "not awaited any more" in lost.lost if comes_back else not lost.over
+    # A second loss, and the end.
+    world.kill(names["w0"])
+    world.settle()
+    assert [term[5] for term in names["w2"].decisions.terms] == [[1], [0]]
+    names["w2"].leave()
+    world.settle()
+    assert world.hub.state is JobState.DONE
