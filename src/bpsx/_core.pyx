@@ -25,7 +25,7 @@ from bpsx.core.loop cimport (
     background, codec_thread, end_all, pause, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport (
-    ENDED, RELEASED, EndCallback, Lane, Move, OnGpu, Partition, Server, Target, Task, Term, Told,
+    ENDED, RELEASED, EndCallback, Lane, OnGpu, Partition, Server, Task, Term,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.late cimport allocate_lanes, count_living
@@ -40,7 +40,8 @@ from bpsx.core.codec.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.gpu.reclaim cimport take_reaped, unreaped
 from bpsx.core.stage cimport run_callbacks, take_callbacks
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
-from bpsx.core.targets cimport free_term, free_terms
+from bpsx.core._terms cimport new_term
+from bpsx.core.targets cimport free_terms
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_joined, tell_known, tell_term
 from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns,
@@ -48,7 +49,7 @@ from bpsx.system.sync cimport (
 )
 from bpsx.core.trace.watch cimport Watch
 from bpsx.core.transitions cimport move_task
-from bpsx.core.wire cimport MOST_CLASSES, NONCE_BYTES, PROOF_BYTES
+from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
 from bpsx.core._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
@@ -485,51 +486,7 @@ cdef class Core:
             raise ValueError(f"this core cannot go on with {living} of {self.c.settings.senders}")
         lost = [(lane, 0xFFFFFFFF, list(targets)) for lane, targets in moves]
         given = [(lane, limit, list(targets)) for lane, limit, targets in yields]
-        tell_term(&self.c, self._new_term(term, lost, missed, given, living))
-
-    cdef Term *_new_term(
-        self, uint32_t number, list lost, bint missed, list yields, uint32_t living
-    ) except NULL:
-        cdef Term *term = <Term *>calloc(1, sizeof(Term))
-        cdef uint32_t i
-        cdef list moves = lost + yields
-        told = sorted({to for lane, _, targets in moves for to, _ in targets if to != lane})
-        if term != NULL:
-            term.moves = <Move *>calloc(max(len(moves), 1), sizeof(Move))
-            # If workers are lost, the driver fills in the lanes that live.
-            term.room = max(<uint32_t>len(told), self.c.lanes.n if living else 0, <uint32_t>1)
-            term.told = <Told *>calloc(term.room, sizeof(Told))
-        if term == NULL or term.moves == NULL or term.told == NULL:
-            free_term(term)
-            raise MemoryError("no memory for a term")
-        term.number, term.missed, term.living, term.n_told = number, missed, living, len(told)
-        try:
-            for i, to in enumerate(told):
-                term.told[i].lane = to
-            for i, (lane, limit, targets) in enumerate(moves):
-                term.n = i + 1
-                term.moves[i].term, term.moves[i].limit = number, limit
-                term.moves[i].yields = i >= <uint32_t>len(lost)
-                self._fill_move(&term.moves[i], lane, targets)
-        except BaseException:
-            free_term(term)
-            raise
-        return term
-
-    cdef _fill_move(self, Move *move, uint32_t lane, list targets):
-        cdef uint32_t i
-        if move.yields and len(targets) > MOST_CLASSES:
-            raise ValueError(f"lane {lane} yields to {len(targets)} targets; at most 64 may be")
-        lanes = [lane] + [target for target, _ in targets]
-        if not targets or max(lanes) >= self.c.lanes.n:
-            raise ValueError(f"lane {lane} moves to {targets}; there are {self.c.lanes.n} lanes")
-        move.targets = <Target *>calloc(len(targets), sizeof(Target))
-        if move.targets == NULL:
-            raise MemoryError("no memory for targets")
-        move.lane, move.n = lane, <uint32_t>len(targets)
-        for i, (target, base) in enumerate(targets):
-            # Relative to the target's slots, so it may be negative: slots are counted modulo 2**32.
-            move.targets[i].lane, move.targets[i].base = target, base & 0xFFFFFFFF
+        tell_term(&self.c, new_term(self.c.lanes.n, term, lost, missed, given, living))
 
     def take_moved(self) -> list:
         """Return the terms whose keys have all been taken since the last call, the oldest first.
