@@ -44,7 +44,7 @@ from bpsx.core._terms cimport new_term
 from bpsx.core.targets cimport free_terms
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_joined, tell_known, tell_term
 from bpsx.system.sync cimport (
-    atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns,
+    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns,
     unlock, wait_until,
 )
 from bpsx.core.trace.watch cimport Watch
@@ -427,10 +427,7 @@ cdef class Core:
         if self.c.role.parked:
             self.c.endpoint.wake(self.c.endpoint.self)
         unlock(&self.c.monitor)
-        if handle.task.group != NULL:
-            atomic_add(&handle.task.group.ended, 1)
-            atomic_store(&self.c.inbox.group_news, 1)
-            tell_news(&self.c)
+        handle.leave_group()
         with nogil:
             run_callbacks(callbacks, status)
 

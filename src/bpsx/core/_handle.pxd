@@ -53,6 +53,7 @@ cdef class Handle:
     cdef public object result
 
     cdef join_group(self, CommitGroup group)
+    cdef leave_group(self)
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result)
     cdef take_memory(self, Request request, uint64_t nbytes)
     cdef _check_size(self, str what, uint64_t found, uint64_t wanted)

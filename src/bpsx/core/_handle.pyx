@@ -13,7 +13,7 @@ from bpsx.core.partition cimport FIRED
 from bpsx.core.process cimport own_pid as c_own_pid
 from bpsx.core.gpu.reclaim cimport waits_for_end, note_wait
 from bpsx.core.status cimport DONE, PENDING
-from bpsx.system.sync cimport atomic_load, lock, now_ns, unlock
+from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, lock, now_ns, unlock
 
 from bpsx import errors
 from bpsx.system.tracebacks import CUT, shorten
@@ -120,6 +120,13 @@ cdef class Handle:
         if group is not None:
             group.c.submitted += 1
             self.task.group, self.task.number = &group.c, group.c.submitted
+
+    cdef leave_group(self):
+        """The push_pull has ended without having begun."""
+        if self.task.group != NULL:
+            atomic_add(&self.task.group.ended, 1)
+            atomic_store(&self.c.inbox.group_news, 1)
+            self.core.notify()
 
     cdef take_memory(self, Request request, uint64_t nbytes):
         """Point the task at the request's memory.
