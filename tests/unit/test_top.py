@@ -66,9 +66,10 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
         ({"term": 0, "servers_lost": 0}, []),
         ({"term": 1, "servers_lost": 1}, ["lost: 1 server; the others have the keys (term 1)"]),
         ({"term": 2, "servers_lost": 2}, ["lost: 2 servers; the others have the keys (term 2)"]),
+        ({"term": 1, "workers_lost": 1}, ["lost: 1 worker; the others go on (term 1)"]),
     ],
 )
-def test_lost_servers_are_shown(more: dict[str, int], shown: list[str]) -> None:
+def test_lost_nodes_are_shown(more: dict[str, int], shown: list[str]) -> None:
     view = {
         "state": "running",
         "workers": 2,

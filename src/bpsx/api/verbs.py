@@ -29,7 +29,10 @@ from bpsx.telemetry.throughput import Speed
 
 @public
 def rank() -> int:
-    """Return this worker's rank, 0 to ``size()`` - 1."""
+    """Return this worker's rank, 0 to ``size()`` - 1.
+
+    With ``BPSX_ELASTIC=shrink`` both change when a worker is lost.
+    """
     return session().rank
 
 

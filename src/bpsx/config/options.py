@@ -550,12 +550,11 @@ OPTIONS: tuple[Option, ...] = (
         " and no sum is lost. The last one is replaced by a server that joins within"
         " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. When"
         " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
-        " The death of a worker still ends the job. So does the death of any server in asynchronous"
-        " training, over RDMA, or once a worker has left. shrink: as servers, and the other workers"
-        " go on when one dies. off: every death ends the job, and"
-        " workers keep no results. auto: servers if the job has processes on more than one machine,"
-        " else off: on one machine what is kept would cost memory bandwidth. Must be the same on"
-        " all workers and servers.",
+        " A worker's death still ends the job. So does that of any server in asynchronous training,"
+        " over RDMA, or once a worker has left. shrink: as servers, and the other workers go on"
+        " when one dies. off: every death ends the job; workers keep no results. auto: servers if"
+        " the job has processes on more than one machine, else off: on one machine what is kept"
+        " would cost memory bandwidth. Must be the same on all workers and servers.",
         _FAIL,
     ),
     Option(

@@ -116,6 +116,11 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
             f"lost: {lost} {'server' if lost == 1 else 'servers'}; the others have the keys (term"
             f" {view.get('term', '-')})"
         )
+    if lost := view.get("workers_lost"):
+        out.append(
+            f"lost: {lost} {'worker' if lost == 1 else 'workers'}; the others go on (term"
+            f" {view.get('term', '-')})"
+        )
     late = view.get("slowest")
     if late:
         out.append(
