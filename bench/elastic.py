@@ -2,6 +2,7 @@
 
 * *server-gap*: kill -9. The longest step from then on, less the median step before.
 * *silent-gap*: SIGSTOP. The same, less the time in which silence is no death.
+* *worker-gap*: kill -9 of one of three workers, with BPSX_ELASTIC=shrink. The same, of the others.
 * *scheduler-gap*: kill -9 of the scheduler. Steps go on; the median step while it is away against
   those before, and after another one has taken over.
 * *bits*: the weights after a killed server against those of an undisturbed job.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WORKERS = 2
-CASES = ("server-gap", "silent-gap", "scheduler-gap", "bits", "overhead")
+CASES = ("server-gap", "silent-gap", "worker-gap", "scheduler-gap", "bits", "overhead")
 #: Model -> steps before a server is lost, and after.
 MODELS = {"digits": (60, 60), "large": (6, 6)}
 _INTERVAL, _TIMEOUT = 0.5, 2.0
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         cases += [server_gap(model, options.transport, rng, turns) for model in MODELS]
     if "silent-gap" in wanted:
         cases += [silent_gap(model, options.transport, rng, (turns + 1) // 2) for model in MODELS]
+    if "worker-gap" in wanted:
+        cases += [worker_gap(model, options.transport, rng, turns) for model in MODELS]
     if "scheduler-gap" in wanted:
         away = 3.0 if options.quick else 10.0
         cases += [scheduler_gap(model, options.transport, away) for model in MODELS]
@@ -133,6 +136,36 @@ def silent_gap(model: str, transport: str, rng: random.Random, turns: int) -> Ca
         gaps.append(max(0.0, gap - _INTERVAL - _TIMEOUT))
     note = f"SIGSTOP: the same, less interval and timeout of heartbeats, {_INTERVAL + _TIMEOUT:g} s"
     return median_case(f"silent-gap-{model}", gaps, "s", target="<= 1", note=note)
+
+
+def worker_gap(model: str, transport: str, rng: random.Random, turns: int) -> Case:
+    """Kill a worker; the others must end with the same weights."""
+    gaps = []
+    for turn in range(turns):
+        progress(f"worker-gap, {model}: turn {turn + 1} of {turns}")
+        gaps.append(lose_worker(model, transport, rng))
+    note = f"kill -9 of one of {WORKERS + 1} workers: longest step of the others, less the median"
+    return median_case(f"worker-gap-{model}", gaps, "s", target="<= 1", note=note)
+
+
+def lose_worker(model: str, transport: str, rng: random.Random) -> float:
+    """Return how much longer the longest step after a worker's death took than the median one.
+
+    Raises :class:`BenchError` if the others have different weights.
+    """
+    before, after = MODELS[model]
+    modules = dict.fromkeys(range(WORKERS + 1), "bench.elastic_worker")
+    with Job(WORKERS + 1, 2, transport, {"BPSX_ELASTIC": "shrink"}, modules) as job:
+        job.ask("begin", model=model, steps=before + after)
+        job.ask("wait_for", count=before, seconds=_SECONDS)
+        time.sleep(rng.random() * 0.05)  # anywhere within a step
+        victim, struck = job.workers.pop(rng.randrange(WORKERS + 1)), time.monotonic()
+        victim.process.kill()
+        victim.close()
+        found = job.ask("end", timeout=_SECONDS + 10, seconds=_SECONDS)
+    if len({digest for _, digest in found}) > 1:
+        raise BenchError(f"{model}: the workers that are left have different weights")
+    return max(excess(times, struck) for times, _ in found)
 
 
 def scheduler_gap(model: str, transport: str, away: float) -> Case:

@@ -1,4 +1,4 @@
-"""The picture of ``bench elastic``: how much longer a step takes in which a server is lost."""
+"""The picture of ``bench elastic``: how much longer a step takes in which a process is lost."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _NAMES = {
     "server-gap-large": "killed, 100 MB",
     "silent-gap-digits": "stopped, digits",
     "silent-gap-large": "stopped, 100 MB",
+    "worker-gap-digits": "worker, digits",
+    "worker-gap-large": "worker, 100 MB",
 }
 _TARGET = 1.0
 
@@ -21,7 +23,7 @@ def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
     """Draw the gaps of all runs. Raises :class:`BenchError` if there is none."""
     found = {case.case: case for case in cases if case.case in _NAMES}
     if not found:
-        raise BenchError("--plot: there is no case server-gap-... or silent-gap-...")
+        raise BenchError("--plot: there is no case server-gap, silent-gap or worker-gap")
     figure = pictures.figure(7, 1.5 + 0.42 * len(found))
     height = 72 * figure.get_figheight()
     axes = figure.add_axes((0.2, 62 / height, 0.77, 1 - 112 / height))
@@ -45,7 +47,7 @@ def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
     axes.grid(True, axis="x")
     worst = max(case.value for case in found.values())
     about = "Longest step less the median step before; a stopped server: less the time of silence."
-    title = f"A job that loses a server stands still for {worst:.2f} s or less (medians)"
+    title = f"A job that loses a process stands still for {worst:.2f} s or less (medians)"
     source = f"python -m bench elastic, {pictures.where(machine)}"
     pictures.frame(figure, title, [about], source)
     pictures.save(figure, path)
