@@ -295,6 +295,7 @@ def test_a_want_of_another_key_or_term_is_malformed(elastic, changes):
     r = elastic()
     r.round(5)
     r.moves()
+    r.next(w.HAVES, r.target)  # until then, the key's term is 0
     r.want(0, **changes)
     r.wait_for("malformed", 1)
     r.want(0)
