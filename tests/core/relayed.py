@@ -414,3 +414,18 @@ class Script:
             thread.join()
         self.up.close()
         self.down.close()
+
+
+def run_some(kind: type[Script], options: dict[str, Any], runs: int = 20) -> None:
+    """Make and check random runs of a kind; a failed one prints its seed."""
+    for _ in range(runs):
+        seed = random.randrange(2**32)
+        script = kind(seed, **options)
+        try:
+            script.run()
+            script.check()
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        finally:
+            script.close()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from core.dropped import Shrinking, Stepping
+from core.relayed import run_some
 
 #: Options of a run -> its arguments.
 KINDS = {
@@ -24,17 +23,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_survivors_get_the_same_outcomes_with_a_lost_worker_or_without(kind):
-    for _ in range(20):
-        seed = random.randrange(2**32)
-        script = Shrinking(seed, **KINDS[kind])
-        try:
-            script.run()
-            script.check()
-        except BaseException:
-            print(f"seed {seed}")
-            raise
-        finally:
-            script.close()
+    run_some(Shrinking, KINDS[kind])
 
 
 #: The same, for runs in groups.
@@ -48,14 +37,4 @@ STEPS = {
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_lost_worker_counts_in_all_tensors_of_a_step_or_in_none(kind):
-    for _ in range(20):
-        seed = random.randrange(2**32)
-        script = Stepping(seed, **STEPS[kind])
-        try:
-            script.run()
-            script.check()
-        except BaseException:
-            print(f"seed {seed}")
-            raise
-        finally:
-            script.close()
+    run_some(Stepping, STEPS[kind])

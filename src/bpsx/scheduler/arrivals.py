@@ -60,15 +60,8 @@ class Arriving(Surviving):
 
     job: int
 
-    def __init__(
-        self,
-        num_worker: int,
-        num_server: int,
-        local_size: int,
-        stall_warn: float,
-        deadlock_after: float,
-    ) -> None:
-        super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.notes: list[str] = []
         self._arrivals: dict[int, Arrival] = {}  # by rank
 

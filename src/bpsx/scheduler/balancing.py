@@ -24,15 +24,8 @@ class Balancing(Planned):
 
     balances = True
 
-    def __init__(
-        self,
-        num_worker: int,
-        num_server: int,
-        local_size: int,
-        stall_warn: float,
-        deadlock_after: float,
-    ) -> None:
-        super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._uneven_since: float | None = None  # a server has joined then, and may lack keys
 
     def _admit(self, now: float) -> list[Output]:

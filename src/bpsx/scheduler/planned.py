@@ -19,15 +19,8 @@ from bpsx.scheduler.states import JobState, Presence
 class Planned(Arriving):
     """The servers that want to leave the running job."""
 
-    def __init__(
-        self,
-        num_worker: int,
-        num_server: int,
-        local_size: int,
-        stall_warn: float,
-        deadlock_after: float,
-    ) -> None:
-        super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         # Servers that have asked to leave, in this order, and why.
         self._wishes: dict[bytes, str] = {}
 
