@@ -280,6 +280,7 @@ cdef class Core:
         handle.take_memory(request, nbytes)
         if request.on is not None:
             self._put_handle_on(handle, request.on)
+        handle.join_group()
         return handle
 
     cdef _put_handle_on(self, Handle handle, on):
@@ -316,6 +317,7 @@ cdef class Core:
             return False
         handle = item.take_spare()
         handle.fill(self, &self.c, item.name, divisor, item.priority, item.owner, None)
+        handle.join_group()
         handle.task.input = handle.task.output = <char *><uintptr_t>item.address
         self._attach(handle, tensor)
         item.begun = handle
@@ -362,6 +364,8 @@ cdef class Core:
         for i in range(<uint32_t>len(items)):
             item = items[i]
             item.begun = made[i]
+            if item.begun is not None:
+                (<Handle>item.begun).join_group()
         for handle, tensor in zip(made, tensors):
             if handle is not None and self._attach(handle, tensor):
                 if n == 0:

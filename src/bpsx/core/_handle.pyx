@@ -113,10 +113,13 @@ cdef class Handle:
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
         self.core, self.c, self.name, self.owner, self.result = core, c, name, owner, result
         self.task.divisor, self.task.priority, self.task.handle = divisor, priority, <void *>self
-        if core.groups:
-            self.join_group(core.groups.get(name))
 
-    cdef join_group(self, CommitGroup group):
+    cdef join_group(self):
+        """Count in the group of its name. Nothing that may fail comes between this and the start.
+
+        A group waits for all that have joined it.
+        """
+        cdef CommitGroup group = self.core.groups.get(self.name) if self.core.groups else None
         if group is not None:
             group.c.submitted += 1
             self.task.group, self.task.number = &group.c, group.c.submitted

@@ -147,6 +147,13 @@ cdef inline char *put_acks(Core *c, Lane *lane, char *at) noexcept nogil:
     return at + HEADER_BYTES + h.length
 
 
+cdef inline void acknowledge_all(Core *c) noexcept nogil:
+    """Acknowledge results that many lanes have sent, as after the commit of a group."""
+    cdef uint32_t i
+    for i in range(c.lanes.n_living):
+        send_acks(c, c.lanes.living[i])
+
+
 cdef inline void send_acks(Core *c, uint32_t peer) noexcept nogil:
     """Acknowledge a lane's results in a message of its own if they have many bytes."""
     cdef char frame[HEADER_BYTES + MOST_ACKS * 8]

@@ -6,6 +6,7 @@ from libc.stdlib cimport free
 from bpsx.core.moves cimport begin_term, end_moving, forget_rounds
 from bpsx.core.busy cimport count_work
 from bpsx.core.commit cimport commit_groups
+from bpsx.core.keep cimport acknowledge_all
 from bpsx.core.partition cimport ENDED, SUBMITTED, EndCallback, Partition, Task, Tensor, Term
 from bpsx.core.gpu.copies cimport awaited, pump_gpu
 from bpsx.core.local.group cimport fall_asleep, serves_others, ring_bells, stay_awake
@@ -269,6 +270,7 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
         progress += pump_in(c)
         if atomic_load(&c.inbox.group_news):
             commit_groups(c)
+            acknowledge_all(c)
             progress += 1
         if c.machine != NULL:
             tell_neighbours(c)

@@ -43,6 +43,7 @@ cdef inline int take_error(Core *c, Partition *p, Header *h) noexcept nogil:
     cdef int status = -<int>h.divisor if E_COMPRESSOR <= -<int>h.divisor <= -1 else E_PROTOCOL
     if not keep_error(c, p, status, h.slot, h.term):
         fail_core(c, E_MEMORY)
+        return 0
     if closes_round(status):
         note_no_sum(p)
     if c.settings.shrinks and closes_round(status):
@@ -147,6 +148,8 @@ cdef inline int take_record(
         copy_nontemporal(p.target, body, p.length)
     if not keep_result(c, p, m, body, h.length, taken):
         fail_core(c, E_MEMORY)
+        if c.settings.shrinks:
+            return 0            # the result is nowhere; the core's failure ends the task
     elif c.settings.shrinks:
         hold_answer(c, p)
         return 0

@@ -425,7 +425,8 @@ class Membership(Shrinking):
         if self.state is JobState.WAITING:
             self.vanish(node, f"{node} is gone: {why}")
             return []
-        if node.presence is Presence.LEAVING:  # it had sent BYE and did not wait for the reply
+        # It may have sent BYE, and did not wait for the reply.
+        if node.presence is Presence.LEAVING and not self._must_take_part(node):
             node.cut = True
             return [out for out in self.bye(ident, node.goodbye) if out[0] != ident]
         self._remove(node)

@@ -183,6 +183,7 @@ class Rebuilding(Membership):
         if failure := next((r.failure for r in back if r.failure), None):
             return out + self._fail(failure)
         out += self._send_lanes(job, known) + self._send_terms(job, longest)
+        out += self._skip_terms(job)
         out += self._lose_absent([known[rank] for rank in absent], now)
         out += self._drop_again(job, now)
         if self.state is JobState.RUNNING:
@@ -211,6 +212,21 @@ class Rebuilding(Membership):
             for r in job.reports.values()
             if r.role == "worker" and r.rank in job.dropped
         ]
+
+    def _skip_terms(self, job: Returning) -> list[Output]:
+        """Use up the numbers of terms of which only servers have heard, as a worker was lost.
+
+        Their lanes ignore everything from earlier terms.
+        """
+        assert self.terms is not None
+        known = [term for r in job.servers.values() for term in r.dropped.values()]
+        out: list[Output] = []
+        while self.terms.number < max(known, default=0):
+            number = self.terms.skip()
+            text = f"term {number}: the scheduler died while it told of a lost worker"
+            term = term_message(number, [], text, False)
+            out += [(w.ident, term) for w in self._roster.live.values()]
+        return out
 
     def _drop_again(self, job: Returning, now: float) -> list[Output]:
         """Begin a term without each worker of whose loss only servers have heard."""

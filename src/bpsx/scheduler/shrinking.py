@@ -34,6 +34,18 @@ class Shrinking(Balancing):
             return f"{self._sender_left} has left, perhaps with the only result"
         return ""
 
+    def _must_take_part(self, node: Node) -> bool:
+        """Whether lanes wait for what ``node`` says of its keys: then even a leaver is lost.
+
+        If only it has a result, no other worker has committed the round.
+        """
+        return (
+            self._survives_workers
+            and self.terms is not None
+            and self.terms.awaits(node.ident)
+            and self._speaks(node)
+        )
+
     def _lose_worker(self, node: Node, text: str, now: float) -> list[Output]:
         """Begin a term without ``node``, which was lost at ``now``. ``text``: how it ended."""
         assert self.terms is not None

@@ -7,7 +7,7 @@ from bpsx.server.lane cimport Lane
 from bpsx.server.reply cimport let_go
 from bpsx.server.rounds cimport drop_held
 from bpsx.server.store cimport ASKING, KeyState, forget_round
-from bpsx.server.takeover cimport begin_takeover, end_takeover
+from bpsx.server.takeover cimport begin_takeover, end_takeover, is_gathered
 from bpsx.system.sync cimport atomic_load
 
 
@@ -44,7 +44,7 @@ cdef inline bint renew(Lane *lane, KeyState *e, uint32_t term) noexcept nogil:
         e.shares[sender].unacknowledged = e.shares[sender].settles = False
     e.unacknowledged = 0
     e.term = term
-    return begin_takeover(lane, e)
+    return is_gathered(lane, term) or begin_takeover(lane, e)
 
 
 cdef inline uint32_t note_drops(Lane *lane) noexcept nogil:
@@ -52,13 +52,16 @@ cdef inline uint32_t note_drops(Lane *lane) noexcept nogil:
 
     Returns the latest term of these drops, 0: there are none.
     """
-    cdef uint32_t sender, latest = 0
+    cdef uint32_t sender, term, latest = 0
     for sender in range(lane.settings.senders):
-        if lane.absent.lost[sender] or not atomic_load(&lane.absent.dropped[sender]):
+        term = <uint32_t>atomic_load(&lane.absent.dropped[sender])
+        # A scheduler that took over may have dropped it again, in a later term.
+        if term == 0 or lane.absent.lost[sender] and term <= lane.terms.era:
             continue
+        if not lane.absent.lost[sender]:
+            lane.absent.living -= 1
         lane.absent.lost[sender] = lane.absent.skipped[sender] = lane.absent.any_skipped = True
-        lane.absent.living -= 1
-        latest = max(latest, <uint32_t>atomic_load(&lane.absent.dropped[sender]))
+        latest = max(latest, term)
     return latest
 
 

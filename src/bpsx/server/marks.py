@@ -31,7 +31,7 @@ class Marks:
 
     def drop(self, rank: int, term: int) -> None:
         """TERM: the job goes on without a lost worker."""
-        self.dropped.setdefault(rank, term)
+        self.dropped[rank] = max(term, self.dropped.get(rank, 0))
 
     def join(self, rank: int, generation: int) -> bool:
         """JOINED; returns whether it is news."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from bpsx.errors import ConfigError
+from bpsx.errors import ConfigError, PeerLostError
 
 
 class Company:
@@ -33,6 +33,16 @@ class Company:
     def size(self) -> int:
         """Number of living workers."""
         return len(self._living)
+
+    def place(self, number: int, what: str) -> int:
+        """The place of worker ``number``.
+
+        Raises :class:`~bpsx.errors.PeerLostError`, which names ``what``, if it has been lost.
+        """
+        living = self._living
+        if number not in living:
+            raise PeerLostError(f"{what}: worker {number} has been lost")
+        return living.index(number)
 
     def number(self, rank: int, what: str) -> int:
         """The number of the worker in place ``rank``.

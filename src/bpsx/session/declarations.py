@@ -346,8 +346,12 @@ class Declarations:
         if last is not declared and last is not None and last.pending:
             # The name's previous declaration is not placed yet. Rounds start in the order of
             # submission, so it goes first.
-            while last.pending and not self._core.failed and self._life.state not in CLOSING:
-                self._settled.wait(1.0)
+            try:
+                while last.pending and not self._core.failed and self._life.state not in CLOSING:
+                    self._settled.wait(1.0)
+            except BaseException:  # a signal's handler has raised
+                self._core.end(handle, Status.SHUTDOWN, "interrupted before it had begun")
+                raise
             self._submit_slow(handle, name, shape, dtype, nbytes, codec)
             return
         failed = self._failed.pop(name, None)

@@ -160,6 +160,9 @@ class Liveness(Declarations):
         moves, text, dropped = message["moves"], message["text"], message["dropped"]
         log.warning("%s", text)
         self._decisions.begin_term(message)
+        if dropped and (what := self._company.needed_by):
+            self._peer_lost(f"{text}; but {what} needs all workers")
+            return
         if self._near.has_lanes:
             self._begun[message["term"]] = monotonic_ns(), text
             self._lanes.lose((lane for lane, _ in moves), text)
@@ -174,8 +177,6 @@ class Liveness(Declarations):
             self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=text)
         # Last: whoever divides by the new number of workers pushes in the new term.
         self._company.lose(dropped)
-        if dropped and (what := self._company.needed_by):
-            self._peer_lost(f"{text}; but {what} needs all workers")
 
     def _tell_moved(self) -> None:
         """Tell the scheduler of each term in which this worker's partitions have moved."""

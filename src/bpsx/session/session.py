@@ -122,9 +122,14 @@ class Session(Liveness):
 
     def seal(self, group: CommitGroup | None) -> None:
         """All push_pulls of a step have begun: they may be waited for. Idempotent."""
-        if group is not None:
+        if group is not None and self.state not in (Life.LEAVING, Life.CLOSED):
             group.seal()
             self._core.notify()
+
+    def _seal_all(self) -> None:
+        """Whatever has begun ends, though a step has not been completed."""
+        for group in self._core.all_groups:
+            self.seal(group)
 
     def require_all(self, what: str) -> None:
         """End the job with an error when a worker is lost: ``what`` cannot go on without it.
@@ -334,6 +339,7 @@ class Session(Liveness):
         link = self._link
         if link is None:
             return self.rank
+        self._seal_all()
         self.devices.announce_joined(True)
         self._core.waiters.everything_ns = monotonic_ns()  # join() waits for all in progress
         try:
@@ -346,7 +352,7 @@ class Session(Liveness):
             self._core.waiters.everything_ns = 0
         if last < 0:
             self._raise_job_error()
-        return last
+        return self._company.place(last, "join(): the worker that was the last to join")
 
     def _raise_job_error(self) -> None:
         """Raise the error that has ended the job, as any further call does."""
@@ -484,6 +490,7 @@ class Session(Liveness):
         """Wait at most ``patience`` seconds for work in progress, and tell the scheduler how it
         ended.
         """
+        self._seal_all()
         end = time.monotonic() + patience
         while (
             self.state is Life.ENDING

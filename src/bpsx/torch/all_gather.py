@@ -79,6 +79,7 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
     shape and dtype; calls of one name are matched in order.
     """
     ours = adapter.session()
+    ours.require_all("all_gather")
     stages = [
         o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs
     ]
@@ -124,6 +125,7 @@ class RowGathering:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str, kind: str = "") -> None:
+        adapter.session().require_all("all_gather")
         self._name = name
         self._mine = [t.detach() for t in tensors]
         for tensor in self._mine:

@@ -212,6 +212,8 @@ class Exchange:
     def detach(self) -> None:
         """Remove the hooks and release the names."""
         self.owner.release()
+        if self._session is not None:
+            self._session.seal(self._group)  # nobody else ends what backward has begun
         for managed in self._managed:
             if managed.hook is not None:
                 managed.hook.remove()
@@ -434,6 +436,7 @@ class Exchange:
             self._push(managed)
         finally:
             managed.parameter.grad = gradient
+        adapter.session().seal(self._group)
         self._discard(managed)
 
     @staticmethod

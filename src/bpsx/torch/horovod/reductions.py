@@ -60,6 +60,8 @@ def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> P
             torch.empty(source.shape, dtype=source.dtype, device=source.device) for _ in range(size)
         ]
         return Pending([all_gather_async(places, source.detach(), wire)], finish)
+    if _averages_here(source, how):
+        adapter.session().require_all("an average of integers")
     average = how.op is ReduceOp.Average and not _averages_here(source, how)
     return Pending([submit(source, output, wire, average=average)], finish)
 
@@ -113,6 +115,8 @@ def reduced(
             f"{how.verb} with op=hvd.{how.op.name}",
         )
         return result
+    if _averages_here(tensor, how):
+        adapter.session().require_all("an average of integers")
     total = push_pull(
         _scaled(tensor, how.prescale),
         how.op is ReduceOp.Average and tensor.is_floating_point(),
