@@ -168,6 +168,8 @@ def test_keys_move_in_the_middle_of_an_operation(transport, operation, during):
             job.servers[i].signal(number)
             if number == signal.SIGKILL:
                 job.servers[i].wait()
+        if during == "the new one leaves":  # the old one is stopped, and cannot ask yet
+            job.scheduler.wait_for_line("leaves the job")
         job.resume()
         job.end_well(*(job.servers[i] for i in struck), terms=terms)
 

@@ -10,7 +10,7 @@ from support.jobs import Job
 SCHEDULER = """
 from bpsx.scheduler import __main__, membership
 from bpsx.scheduler.states import JobEvent
-membership.Membership.join = lambda self, ident: self._move(JobEvent.EXPIRED)
+membership.Membership.join = lambda self, ident, generation: self._move(JobEvent.EXPIRED)
 raise SystemExit(__main__.main())
 """
 

@@ -14,7 +14,7 @@ from support.traces import about, load
 
 pytestmark = needed
 
-_SHORT = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"}
+_SHORT = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2", "BPSX_SCHEDULER_WAIT": "2"}
 
 
 @pytest.mark.parametrize("who", ["worker 1", "server 0", "scheduler"])

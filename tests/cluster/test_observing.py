@@ -221,7 +221,12 @@ def test_top_in_a_terminal_puts_it_back_as_it_was(way):
 
 def test_top_and_metrics_of_a_job_that_has_lost_processes_and_got_others():
     """A server has died, another one has joined, and the scheduler is another one."""
-    env = {"BPSX_ELASTIC": "servers", "BPSX_METRICS_PORT": "0", "BYTEPS_LOG_LEVEL": "info"}
+    env = {
+        "BPSX_ELASTIC": "servers",
+        "BPSX_ELASTIC_BALANCE": "0",
+        "BPSX_METRICS_PORT": "0",
+        "BYTEPS_LOG_LEVEL": "info",
+    }
     with looping(env=env, servers=2) as job:
         job.start_server(2)
         job.scheduler.wait_for_line("has joined")

@@ -622,7 +622,10 @@ def test_one_worker_and_asynchronous_training(
     monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     config = SimpleNamespace(asynchronous=asynchronous, distributed=False)
-    monkeypatch.setattr(adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
+    alone_here = SimpleNamespace(
+        config=config, rank=0, size=1, shrinks=False, require_all=lambda what: None
+    )
+    monkeypatch.setattr(adapter, "session", lambda: alone_here)
     monkeypatch.setattr(bps, "rank", lambda: 0)
     if asynchronous:
         with pytest.raises(ConfigError, match="BYTEPS_ENABLE_ASYNC"):

@@ -59,15 +59,15 @@ def test_the_digest_tells_weights_apart(load: Any, steps: int) -> None:
 
 def test_a_job_with_other_weights_is_counted(load: Any) -> None:
     chaos = load("chaos")
-    course = chaos.Course(jobs=4, equal=3, kills=9, steps=100, longest=12.0)
+    course = chaos.Course(jobs=4, equal=3, servers=7, schedulers=2, steps=100, longest=12.0)
     equal, longest = chaos.cases(course)
     assert (equal.value, equal.met, longest.value, longest.met) == (75.0, False, 12.0, False)
 
 
 def test_wrong_arguments_are_named(load: Any) -> None:
     elastic, chaos = load("elastic"), load("chaos")
-    with pytest.raises(elastic.BenchError, match="worker-gap"):
-        elastic.run(argparse.Namespace(only="worker-gap", seed=1, quick=True))
+    with pytest.raises(elastic.BenchError, match="other-gap"):
+        elastic.run(argparse.Namespace(only="other-gap", seed=1, quick=True))
     with pytest.raises(chaos.BenchError, match="at least 2"):
         chaos.run(argparse.Namespace(servers=1))
 

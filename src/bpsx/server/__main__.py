@@ -66,7 +66,6 @@ class Server:
         self.introduced = False
         self._signal = 0
         self._elastic = False  # whether the job may go on without this server
-        self._leaves = False  # a signal has asked this server to leave
         self._asked = False  # this server has asked the scheduler to let it leave
         self._lanes: list[Lane] = []
         self._numbers = range(0)  # this server's lanes, as the job counts them
@@ -188,9 +187,6 @@ class Server:
 
     def _wait(self) -> None:
         while not self._over.wait(0.25):
-            if self._leaves and not self._asked:
-                self._asked = True
-                self._ask_to_leave()
             if self._asked and self._link.goodbye.is_set() and not self._failure:
                 log.warning("other servers take the keys over; this one ends")
                 return
@@ -239,8 +235,10 @@ class Server:
 
         Returns whether it may: then :meth:`run` ends as soon as others have taken the keys over.
         """
-        self._leaves = self._elastic
-        return self._leaves
+        if self._elastic and not self._asked:
+            self._asked = True
+            self._ask_to_leave()
+        return self._elastic
 
     def interrupt(self, signum: int) -> None:
         """Handle a signal: the job fails and reports the signal.
