@@ -215,7 +215,7 @@ class Peer:
         """Join the job, connect to its lane and declare the tensor that all workers push."""
         rank, secret = self._config.rank, self._config.secret_bytes
         welcome = self._link.enter_job("worker", rank, "127.0.0.1", [])
-        ((address,),) = welcome["lanes"]
+        ((_, _, (address,)),) = welcome["servers"]
         s = self._socket
         s.setsockopt(zmq.ROUTING_ID, b"\x01" + struct.pack("<IQ", rank, welcome["job"]))
         s.setsockopt(zmq.PLAIN_USERNAME, str(rank).encode())
