@@ -44,8 +44,8 @@ from bpsx.core._terms cimport new_term
 from bpsx.core.targets cimport free_terms
 from bpsx.core.notify cimport tell_failed, tell_failing, tell_joined, tell_known, tell_term
 from bpsx.system.sync cimport (
-    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns,
-    unlock, wait_until,
+    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
+    wait_until,
 )
 from bpsx.core.trace.watch cimport Watch
 from bpsx.core.transitions cimport move_task
@@ -280,7 +280,7 @@ cdef class Core:
         handle.take_memory(request, nbytes)
         if request.on is not None:
             self._put_handle_on(handle, request.on)
-        handle.join_group()
+        handle.join_group(self.groups)
         return handle
 
     cdef _put_handle_on(self, Handle handle, on):
@@ -317,7 +317,7 @@ cdef class Core:
             return False
         handle = item.take_spare()
         handle.fill(self, &self.c, item.name, divisor, item.priority, item.owner, None)
-        handle.join_group()
+        handle.join_group(self.groups)
         handle.task.input = handle.task.output = <char *><uintptr_t>item.address
         self._attach(handle, tensor)
         item.begun = handle
@@ -365,7 +365,7 @@ cdef class Core:
             item = items[i]
             item.begun = made[i]
             if item.begun is not None:
-                (<Handle>item.begun).join_group()
+                (<Handle>item.begun).join_group(self.groups)
         for handle, tensor in zip(made, tensors):
             if handle is not None and self._attach(handle, tensor):
                 if n == 0:

@@ -66,17 +66,6 @@ class Shrinking(Script):
 
     # ---- what is right
 
-    def check(self) -> None:
-        """Check what survivors have got, and that all terms have ended."""
-        wrong = [text for round_ in self.rounds if (text := self._wrong(round_))]
-        assert not wrong, wrong[:3]
-        for worker in self.workers:
-            assert worker.moved() == self.term
-            assert worker.terms == list(range(1, self.term + 1)), worker.terms
-            assert worker.core.outstanding == 0
-        counts = [part.counters() for part in (*(w.core for w in self.workers), *self.lanes)]
-        assert all(count["malformed"] == 0 for count in counts), counts
-
     def _wrong(self, round_: Round) -> str:
         """What is wrong with the outcomes of the survivors; "" if nothing is."""
         alive = {w.rank for w in self.workers}

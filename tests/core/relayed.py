@@ -395,9 +395,13 @@ class Script:
             for w in self.workers
         ]
 
+    def _wrong(self, round_: Round) -> str:
+        """What is wrong with the outcomes of a round; "" if nothing is."""
+        return round_.wrong()
+
     def check(self) -> None:
         """Check all outcomes, that all terms have ended, and that no message was malformed."""
-        wrong = [text for round_ in self.rounds if (text := round_.wrong())]
+        wrong = [text for round_ in self.rounds if (text := self._wrong(round_))]
         assert not wrong, wrong[:3]
         for worker in self.workers:
             assert worker.moved() == self.term

@@ -52,7 +52,7 @@ cdef class Handle:
     cdef readonly str name
     cdef public object result
 
-    cdef join_group(self)
+    cdef join_group(self, dict groups)
     cdef leave_group(self)
     cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result)
     cdef take_memory(self, Request request, uint64_t nbytes)

@@ -114,12 +114,12 @@ cdef class Handle:
         self.core, self.c, self.name, self.owner, self.result = core, c, name, owner, result
         self.task.divisor, self.task.priority, self.task.handle = divisor, priority, <void *>self
 
-    cdef join_group(self):
+    cdef join_group(self, dict groups):
         """Count in the group of its name. Nothing that may fail comes between this and the start.
 
-        A group waits for all that have joined it.
+        A group waits for all that have joined it. ``groups``: the core's.
         """
-        cdef CommitGroup group = self.core.groups.get(self.name) if self.core.groups else None
+        cdef CommitGroup group = groups.get(self.name) if groups else None
         if group is not None:
             group.c.submitted += 1
             self.task.group, self.task.number = &group.c, group.c.submitted

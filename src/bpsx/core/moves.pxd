@@ -129,7 +129,7 @@ cdef inline void tell_haves(Core *c) noexcept nogil:
 
 
 cdef inline void announce(Core *c, Partition *p) noexcept nogil:
-    """A partition has moved: push its round again if it has not been answered."""
+    """A lane takes a partition over: push its round again if it has not been answered."""
     cdef bint unanswered = p.stage == PUSH or p.stage == PULL
     cdef Term *term = term_under_way(c, p.term)
     withdraw(c, p)
@@ -232,20 +232,10 @@ cdef inline void renew(Core *c, Term *term, Partition *p) noexcept nogil:
 
     That of a lane which is lost, or has yet to yield it, waits until it moves.
     """
-    cdef bint unanswered = p.stage == PUSH or p.stage == PULL
     withdraw(c, p)
     p.term, p.registered = term.number, False
-    if c.lanes.at[p.lane].lost or will_yield(c, p):
-        return
-    if not unanswered and received(p) == 0 and not has_backup(p):
-        return
-    term.partitions += 1
-    send_have(c, p, unanswered and not p.is_codec_state)
-    count_have(term, p.lane)
-    if unanswered:
-        term.again += HEADER_BYTES + push_bytes(p)
-        p.stage_index = <uint8_t>place_of_push(p)
-        enter(c, p)
+    if not c.lanes.at[p.lane].lost and not will_yield(c, p):
+        announce(c, p)
 
 
 cdef inline void drop_workers(Core *c, Term *term) noexcept nogil:

@@ -26,14 +26,10 @@ cdef enum:
     BYTES_AT_ONCE = 1 << 20     # ... and after copying that many bytes, before the links run idle
 
 
-cdef inline Partition *named(Core *c, Message *m, Header *h) noexcept nogil:
-    """The partition of this worker that an ANSWER or ERROR names; NULL: none of that lane."""
+cdef inline Partition *named(Core *c, Header *h) noexcept nogil:
+    """The partition of this worker that a record's cookie and key name; NULL: there is none."""
     cdef uint32_t index = <uint32_t>h.cookie
-    cdef Partition *p
-    if index >= c.table.n:
-        return NULL
-    p = c.table.at[index]
-    return p if p.key == h.key and p.lane == m.peer else NULL
+    return c.table.at[index] if index < c.table.n and c.table.at[index].key == h.key else NULL
 
 
 cdef inline int take_error(Core *c, Partition *p, Header *h) noexcept nogil:
@@ -58,7 +54,7 @@ cdef inline int take_error(Core *c, Partition *p, Header *h) noexcept nogil:
     return 0
 
 
-cdef inline bint is_stale(Core *c, Message *m, Header *h) noexcept nogil:
+cdef inline bint is_stale(Core *c, Header *h) noexcept nogil:
     """Whether a record is about a push of an earlier term, which was made again.
 
     Transports may let LEFT overtake an answer. Then another lane will have the same outcome.
@@ -66,10 +62,8 @@ cdef inline bint is_stale(Core *c, Message *m, Header *h) noexcept nogil:
     cdef Partition *p
     if h.kind != ANSWER and h.kind != ERROR and h.kind != SNAP:
         return False
-    if <uint32_t>h.cookie >= c.table.n:
-        return False
-    p = c.table.at[<uint32_t>h.cookie]
-    return p.key == h.key and h.cookie >> 32 < p.term
+    p = named(c, h)
+    return p != NULL and h.cookie >> 32 < p.term
 
 
 cdef inline int take_elastic(
@@ -109,13 +103,16 @@ cdef inline int take_record(
         if not c.lanes.at[m.peer].ready:
             note_ready(c, m.peer)
         return 0
-    if c.settings.elastic and is_stale(c, m, h):
+    if c.settings.elastic and is_stale(c, h):
         c.counters.stale += 1
         return 0
     if c.settings.elastic and h.kind != ANSWER and h.kind != ERROR:
         return take_elastic(c, m, h, body, taken)
-    p = named(c, m, h) if h.kind == ANSWER or h.kind == ERROR else NULL
-    if p == NULL or p.round - p.joined_at != h.round or h.cookie != cookie_of(p):
+    p = named(c, h) if h.kind == ANSWER or h.kind == ERROR else NULL
+    if (
+        p == NULL or p.lane != m.peer or p.round - p.joined_at != h.round
+        or h.cookie != cookie_of(p)
+    ):
         return -1
     if watched(c.watch):
         print_message(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)

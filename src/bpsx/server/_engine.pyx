@@ -395,10 +395,10 @@ cdef class Lane:
         * ``messages_received``, ``messages_sent``;
         * ``malformed``: records or messages refused as malformed;
         * ``repeated``: pushes ignored because their sender had pushed in the round already;
-        * ``stale``: records ignored because they are from before a worker was lost;
         * ``taken_over``: keys that have come from lost lanes;
         * ``yielded``: keys that have gone to other lanes while this one lives;
-        * ``stale``: records about such keys that came later, ignored;
+        * ``stale``: records ignored because they are about such keys, or from before a worker was
+          lost;
         * ``snapshots``: snapshots of compressed keys that were sent to workers;
         * ``replayed``: sums of compressed keys that were computed again, for a lost lane;
         * ``dropped``: messages lost for lack of memory, and other errors that end the lane;

@@ -4,8 +4,7 @@ from libc.stdint cimport uint32_t
 
 from bpsx.core.wire cimport Header
 from bpsx.server.lane cimport Lane
-from bpsx.server.reply cimport let_go
-from bpsx.server.rounds cimport drop_held
+from bpsx.server.rounds cimport drop_pushes
 from bpsx.server.store cimport ASKING, KeyState, forget_round
 from bpsx.server.takeover cimport begin_takeover, end_takeover, is_gathered
 from bpsx.system.sync cimport atomic_load
@@ -31,10 +30,7 @@ cdef inline bint renew(Lane *lane, KeyState *e, uint32_t term) noexcept nogil:
     What was pushed before counts no more: the senders push what no survivor has committed again.
     """
     cdef uint32_t sender
-    drop_held(lane, e)
-    let_go(lane, e.memory.first)
-    if lane.watch != NULL and e.round.pushed:
-        lane.watch.server.open_rounds -= 1
+    drop_pushes(lane, e)
     forget_round(e, lane.settings.senders)
     if e.takeover != NULL:
         if e.takeover.state == ASKING:

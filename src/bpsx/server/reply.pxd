@@ -213,6 +213,17 @@ cdef inline void send_error(
     put_record(lane, sender, &h, NULL)
 
 
+cdef inline void tell_living(Lane *lane, int kind, uint32_t term) noexcept nogil:
+    """Send a record without a body about a term to all senders that are not lost."""
+    cdef Header h
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if not lane.absent.lost[sender]:
+            header_init(&h, kind, lane.settings.job, sender)
+            h.term = term
+            put_record(lane, sender, &h, NULL)
+
+
 cdef inline void send_pong(Lane *lane, uint32_t sender, char *proof) noexcept nogil:
     cdef Header h
     header_init(&h, PONG, lane.settings.job, sender)

@@ -154,15 +154,20 @@ cdef inline bint complete(Lane *lane, KeyState *e) noexcept nogil:
     return True
 
 
+cdef inline void drop_pushes(Lane *lane, KeyState *e) noexcept nogil:
+    """Free the pushes of the open round, which will not close."""
+    drop_held(lane, e)
+    let_go(lane, e.memory.first)
+    if lane.watch != NULL and e.round.pushed:
+        lane.watch.server.open_rounds -= 1
+
+
 cdef inline void abandon(Lane *lane, KeyState *e, uint32_t worker) noexcept nogil:
     """Fail the open round and all later ones: worker `worker` will never push again."""
     e.failure.status = E_LEFT
     e.failure.a = worker
     fail_round(lane, e)
-    drop_held(lane, e)
-    let_go(lane, e.memory.first)
-    if lane.watch != NULL and e.round.pushed:
-        lane.watch.server.open_rounds -= 1
+    drop_pushes(lane, e)
     end_round(e, lane.settings.senders, ABANDONED)
 
 

@@ -16,7 +16,9 @@ from bpsx.server.lane cimport Gathered, Lane
 from bpsx.server.rebuild cimport (
     end_rebuild, free_rebuild, note_coded, settle_state, take_load, take_log,
 )
-from bpsx.server.reply cimport let_go, put_record, reply_header, send_copy, send_error
+from bpsx.server.reply cimport (
+    let_go, put_record, reply_header, send_copy, send_error, tell_living,
+)
 from bpsx.server.store cimport (
     ASKING, GATHERING, TAKEN, Have, HeldPush, KeyState, Takeover, memory_for,
 )
@@ -251,16 +253,8 @@ cdef inline int take_state(
 
 cdef inline void tell_taken(Lane *lane, uint32_t term) noexcept nogil:
     """Tell all senders once no outcome of a term is awaited any more."""
-    cdef Header h
-    cdef uint32_t sender
-    if lane.terms.at[term].asking:
-        return
-    for sender in range(lane.settings.senders):
-        if lane.absent.lost[sender]:
-            continue
-        header_init(&h, TOOK, lane.settings.job, sender)
-        h.term = term
-        put_record(lane, sender, &h, NULL)
+    if not lane.terms.at[term].asking:
+        tell_living(lane, TOOK, term)
 
 
 cdef inline void answer_late(Lane *lane, KeyState *e) noexcept nogil:

@@ -7,10 +7,10 @@
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from bpsx.core.wire cimport LEFT, MOST_CLASSES, Header, header_init
+from bpsx.core.wire cimport LEFT, MOST_CLASSES, Header
 from bpsx.server.lane cimport Lane, Yield
-from bpsx.server.reply cimport let_go, put_record
-from bpsx.server.rounds cimport drop_held
+from bpsx.server.reply cimport tell_living
+from bpsx.server.rounds cimport drop_pushes
 from bpsx.server.store cimport KeyState, entry_free
 from bpsx.server.takeover cimport end_takeover
 from bpsx.system.arrays cimport make_room
@@ -56,10 +56,7 @@ cdef inline void forget_key(Lane *lane, uint32_t slot) noexcept nogil:
     cdef KeyState *e = lane.keys.at[slot]
     lane.keys.at[slot] = NULL
     end_takeover(lane, e)
-    drop_held(lane, e)
-    if lane.watch != NULL and e.round.pushed:
-        lane.watch.server.open_rounds -= 1
-    let_go(lane, e.memory.first)
+    drop_pushes(lane, e)
     e.memory.first = NULL
     entry_free(e)
     e.spare, lane.keys.spare = lane.keys.spare, e
@@ -68,18 +65,12 @@ cdef inline void forget_key(Lane *lane, uint32_t slot) noexcept nogil:
 
 cdef inline void leave_keys(Lane *lane, Yield *y) noexcept nogil:
     """Forget all keys that the lane yields, and tell the senders."""
-    cdef Header h
-    cdef uint32_t slot, sender
+    cdef uint32_t slot
     for slot in range(min(lane.keys.n, y.limit)):
         if covers(y, slot) and lane.keys.at[slot] != NULL:
             forget_key(lane, slot)
     y.over = True
-    for sender in range(lane.settings.senders):
-        if lane.absent.lost[sender]:
-            continue
-        header_init(&h, LEFT, lane.settings.job, sender)
-        h.term = y.term
-        put_record(lane, sender, &h, NULL)
+    tell_living(lane, LEFT, y.term)
 
 
 cdef inline void look_at_yield(Lane *lane, Yield *y) noexcept nogil:
