@@ -53,7 +53,7 @@ class Local(Backend):
 
     def plan(self, options: Namespace, command: tuple[str, ...]) -> Plan:
         """See :class:`~bpsx.launch.backend.Backend`."""
-        plan = LocalPlan(command, **given(options, (*self.own, "grace", "max_restarts")))
+        plan = LocalPlan(command, **given(options, (*self.own, "grace")))
         for line in overlooked(plan, given(options, self.own)):
             print(f"bpsx-run: warning: {line}", file=sys.stderr)
         return plan

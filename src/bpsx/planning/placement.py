@@ -286,8 +286,7 @@ class Placement:
         for lane, slot, nbytes in places:
             counted = max(nbytes, 64)
             self._sizes[lane][slot] = counted
-            self.lane_bytes[lane] += counted
-            self.server_bytes[server_of[lane]] += counted
+            self._count(server_of[lane], lane, counted)
             self._bytes += counted
         self._rank_by_lack()
 

@@ -51,8 +51,7 @@ class Link(Entering):
         self._bye: str | None = None  # the failure in this node's BYE, once it is sent
         self._report: Callable[[], Report] | None = None
         self._resumed: Callable[[], None] = lambda: None
-        self._gone_at = 0.0  # when the connection ended
-        self.gone_ns = 0  # the same, in ns of the monotonic clock
+        self.gone_ns = 0  # when the connection ended, in ns of the monotonic clock
         self._connect_at = -1.0  # when to connect the present socket; negative: it is done
         self._warned = ""  # the latest warning about schedulers that do not fit
         self._thread: threading.Thread | None = None
@@ -108,6 +107,11 @@ class Link(Entering):
     def away(self) -> bool:
         """Whether the scheduler is gone, and this node waits for another one."""
         return self._state in (LinkState.ORPHANED, LinkState.RETURNING)
+
+    @property
+    def _gone_for(self) -> float:
+        """Seconds since the connection ended."""
+        return (time.monotonic_ns() - self.gone_ns) / 1e9
 
     def _move(self, event: LinkEvent) -> None:
         self._state = LINK.after(self._state, event)
@@ -178,8 +182,7 @@ class Link(Entering):
             if kind == "RESUMED":
                 self._outbox.clear()  # `resumed` sends what still counts
                 self._move(LinkEvent.RESUMED)
-                away = time.monotonic() - self._gone_at
-                log.warning("the %s is back, after %.1f s without it", self.where, away)
+                log.warning("the %s is back, after %.1f s without it", self.where, self._gone_for)
                 self._resumed()
                 if self._bye is not None:
                     self.send("BYE", failure=self._bye)
@@ -202,7 +205,7 @@ class Link(Entering):
         before = self._state
         self._move(LinkEvent.CONNECTION_ENDED)
         if before is LinkState.CONNECTED:
-            self._gone_at, self.gone_ns = time.monotonic(), time.monotonic_ns()
+            self.gone_ns = time.monotonic_ns()
             if self.outlives_scheduler:
                 log.warning(
                     "the %s is gone: its connection broke; steps go on without it, and the job"
@@ -252,14 +255,13 @@ class Link(Entering):
 
     def _look_for_hub(self, lost: Callable[[str], None]) -> None:
         """Connect, introduce this node, or give up, when it is time."""
-        now = time.monotonic()
         self._connect_when_due()
         if self._refusals >= REFUSALS:
             self._refusals = 0
             self._warn(f"the {self.where} {no_secret_in_common(self._config)}")
         if self._state is LinkState.ORPHANED and self._made:
             self._introduce()
-        elif self._state is LinkState.ORPHANED and now - self._gone_at >= self._wait:
+        elif self._state is LinkState.ORPHANED and self._gone_for >= self._wait:
             self._end(LinkEvent.WAIT_OVER, self._why_over(), lost)
 
     def _introduce(self) -> None:

@@ -304,7 +304,7 @@ class Membership(Shrinking):
 
     def _notify_unjoined(self) -> list[Output]:
         """Send UNJOINED to workers in ``join()`` if a worker has left without joining."""
-        left, dropped = self._roster.left_unjoined, self.terms.dropped if self.terms else {}
+        left, dropped = self._roster.left_unjoined, self._dropped
         if dropped:
             left = {rank: worker for rank, worker in left.items() if rank not in dropped}
         if not left or self.asynchronous or not self._joins.joined:
@@ -325,7 +325,7 @@ class Membership(Shrinking):
         A synchronous job waits for departed workers, too: they were to take part in its rounds. But
         it goes on without those that it has lost.
         """
-        dropped = self.terms.dropped if self.terms is not None else {}
+        dropped = self._dropped
         awaited: Collection[int] = self._roster.live if self.asynchronous else range(self.size)
         if dropped:
             awaited = [rank for rank in awaited if rank not in dropped]

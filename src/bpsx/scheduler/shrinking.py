@@ -17,6 +17,11 @@ class Shrinking(Balancing):
     """The workers that a job has lost, and goes on without."""
 
     @property
+    def _dropped(self) -> dict[int, int]:
+        """The lost workers without which the job goes on, and the term since which it does."""
+        return self.terms.dropped if self.terms is not None else {}
+
+    @property
     def _survives_workers(self) -> bool:
         """Whether the job is to survive the loss of a worker, as far as its options say."""
         return any(given.get(ELASTIC) == SHRINK for _, given in self._roster.kinds())

@@ -155,7 +155,7 @@ class Liveness(Declarations):
     def _begin_term(self, message: dict[str, Any]) -> None:
         """Go on without a server or a worker: hand what TERM says to the core.
 
-        A process that does not speak to servers has nothing to do. ``m``: TERM.
+        A process that does not speak to servers has nothing to do. ``message``: TERM.
         """
         moves, text, dropped = message["moves"], message["text"], message["dropped"]
         log.warning("%s", text)

@@ -79,7 +79,7 @@ class Ssh(Backend):
             for name, role in zip(self.chosen_by, ("", "worker", "server"))
             if (file := getattr(options, name)) is not None
         ]
-        more = given(options, (*self.own, "grace", "max_restarts"))
+        more = given(options, (*self.own, "grace"))
         address = more.pop("scheduler_ip", "")
         variables = dict(more.pop("env", ()))
         return Remote(command, read(files, address), address.strip("[]"), given=variables, **more)
