@@ -2,7 +2,7 @@
 
 A job begins with a few servers. Every 0.5 to 2 s one of them is killed, or the scheduler. Another
 server joins at once, another scheduler is started up to 2 s later. No step may take 10 s, and the
-weights must be those of a job in which nobody dies.
+weights must equal those of an undisturbed job.
 """
 
 from __future__ import annotations

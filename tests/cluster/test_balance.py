@@ -155,15 +155,20 @@ SOME = [
 ]
 
 
+def begin_to_move(job: Struck) -> None:
+    """Begin the operation, and start a server to which keys then move."""
+    job.begin()
+    job.start_server(2)
+    for worker in job.workers:
+        worker.wait_for_line("term 1: keys of the others move to server 2")
+
+
 @pytest.mark.parametrize(("transport", "operation", "during"), SOME)
 def test_keys_move_in_the_middle_of_an_operation(transport, operation, during):
     """The old servers are stopped, so that the operation is under way, and keys wait to move."""
     struck, number, terms = DURING[during]
     with Struck(operation, transport) as job:
-        job.begin()
-        job.start_server(2)
-        for worker in job.workers:
-            worker.wait_for_line("term 1: keys of the others move to server 2")
+        begin_to_move(job)
         for i in struck:
             job.servers[i].signal(number)
             if number == signal.SIGKILL:
@@ -181,10 +186,7 @@ def test_keys_move_in_other_jobs(kind, operation, during):
     """Several processes a machine, urgent messages first, several lanes, fixed order."""
     struck, number, terms = DURING[during]
     with Struck(operation, "tcp", **KINDS[kind]) as job:
-        job.begin()
-        job.start_server(2)
-        for worker in job.workers:
-            worker.wait_for_line("term 1: keys of the others move to server 2")
+        begin_to_move(job)
         for i in struck:
             job.servers[i].signal(number)
             job.servers[i].wait()

@@ -90,7 +90,7 @@ cdef inline bint keep_result(
     if kept == NULL:
         return False
     kept.length = length
-    # What may have to be pushed again is acknowledged when it is committed.
+    # A job that shrinks acknowledges a result at its commit: it may be summed again until then.
     if length > LEAST_ACKNOWLEDGED and not c.settings.shrinks and not note_arrival(
         &c.lanes.at[p.lane], p
     ):

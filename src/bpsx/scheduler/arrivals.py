@@ -86,7 +86,7 @@ class Arriving(Surviving):
         return self._fixed_servers(m["config"])
 
     def _welcome(self) -> dict[str, Any]:
-        """What WELCOME tells all."""
+        """The fields of WELCOME that every node gets."""
         replaceable = self.elastic_wait > 0 or self.num_server > 1
         kinds = [options for _, options in self._roster.kinds()]
         shrinks = self.processes == 1 and not fixed_workers(kinds)
