@@ -54,12 +54,14 @@ cdef struct Endpoint:
     # (-1: any peer) are sent from it and replies arrive in it; the transport may register it.
     # May be repeated. Called by the thread that sends. NULL: the transport has no use for it.
     void (*lend)(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil
-    # End the connection to a peer for ever, whatever its state; `peer` is one that this endpoint
-    # has connected to. Unsent messages are dropped, and their done callbacks run: during the call
-    # or soon, on any thread, at the latest in close(). Messages that have arrived may still be
-    # returned by recv. Those that recv has returned stay readable until they are released. Later
-    # sends return -1, and lost() does not report the peer. Idempotent. Called by the thread that
-    # sends and receives. NULL: not supported.
+    # End the connection to a peer, whatever its state; `peer` is a lane that this endpoint has
+    # connected to, for ever, or a worker. Another worker may connect under the number of one whose
+    # connection has ended. ZeroMQ leaves it to the worker to end its connection. Unsent messages
+    # are dropped, and their done callbacks run: during the call or soon, on any thread, at the
+    # latest in close(). Messages that have arrived may still be returned by recv. Those that recv
+    # has returned stay readable until they are released. Later sends return -1, and lost() does not
+    # report the peer. Idempotent. Called by the thread that sends and receives. NULL: not
+    # supported.
     void (*drop)(void *self, uint32_t peer) noexcept nogil
     # A received message may be kept for long, since no peer runs out of memory then. False: copy
     # what has to stay.

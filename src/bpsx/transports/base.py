@@ -16,6 +16,19 @@ from typing import Any, Protocol
 ALONE: AbstractContextManager[Any] = nullcontext()
 
 
+_RANK_BITS = 16  # see :data:`bpsx.config.MOST_WORKERS`
+
+
+def pass_number(rank: int, visit: int) -> int:
+    """The number that a worker shows to lanes, once: its rank and its visit."""
+    return rank | visit << _RANK_BITS
+
+
+def rank_of(number: int) -> int:
+    """The rank in a number of :func:`pass_number`."""
+    return number & (1 << _RANK_BITS) - 1
+
+
 class Endpoint(Protocol):
     """Interface of every transport's endpoint.
 
@@ -39,8 +52,11 @@ class Endpoint(Protocol):
         Returns the address. Raises :class:`~bpsx.errors.TransportError`.
         """
 
-    def join(self, job: int, rank: int) -> None:
+    def join(self, job: int, rank: int, visit: int = 0) -> None:
         """Set the job's number and the rank under which lanes know this endpoint.
+
+        ``visit``: below 2**16, differs from those of earlier endpoints of the same rank. A lane
+        accepts each of them once, and each replaces those before it.
 
         Call it before :meth:`connect` and before the first message.
         """

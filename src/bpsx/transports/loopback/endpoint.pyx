@@ -236,7 +236,7 @@ cdef class LoopbackEndpoint:
         _bound[self.address] = self
         return self.address
 
-    def join(self, uint64_t job, int rank) -> None:
+    def join(self, uint64_t job, int rank, int visit=0) -> None:
         """Set the job's number and the rank under which lanes know this endpoint."""
         self.job, self.rank = job, rank
 

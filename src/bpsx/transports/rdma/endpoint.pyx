@@ -321,7 +321,8 @@ cdef class RdmaEndpoint(ListeningEndpoint):
             self._use_adapter(own_address_towards(host, int(port)))
             link = self._new_link(peer)
             # Send the offer right behind the greeting, so that the lane need not wait for it.
-            made = listener.dial(address, self.secret, self.job, self.rank, more=self._offer(link))
+            offer = self._offer(link)
+            made = listener.dial(address, self.secret, self.job, self.number, more=offer)
             self._accept(link, _hear(made, _ANSWER_SECONDS))
         except (TransportError, MemoryError):
             if made is not None:

@@ -28,7 +28,7 @@ from bpsx.transports.shm.connection cimport (
     return_token, set_up, slot_bytes, take_entry, take_new, take_out,
 )
 
-from bpsx.transports.base import ALONE
+from bpsx.transports.base import ALONE, pass_number
 from bpsx.transports.shm import handshake
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -196,7 +196,8 @@ cdef class SharedEndpoint:
     cdef object inner, capsule, acceptor
     cdef bytes secret
     cdef object job
-    cdef int rank, descriptor
+    cdef int descriptor
+    cdef object number
     cdef uint32_t n_slots, next_slot
     cdef char *segment          # the lane's own segment; NULL on a worker
     cdef bint closed
@@ -209,7 +210,7 @@ cdef class SharedEndpoint:
         ``most_bytes``: largest body accepted, in bytes; -1: no bound.
         ``slots``: number of workers with which a lane shares memory; others use ``inner``.
         """
-        self.inner, self.secret, self.rank, self.descriptor = inner, secret, -1, -1
+        self.inner, self.secret, self.number, self.descriptor = inner, secret, -1, -1
         self.n_slots, self.pid = slots, getpid()
         if monitor_init(&self.state.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -240,13 +241,14 @@ cdef class SharedEndpoint:
         self._open()
         return address
 
-    def join(self, job: int, rank: int) -> None:
+    def join(self, job: int, rank: int, visit: int = 0) -> None:
         """Set the job's number and the rank under which lanes know this endpoint.
 
-        Call it before :meth:`connect` and before the first message.
+        ``visit``: see :meth:`bpsx.transports.base.Endpoint.join`. Call it before :meth:`connect`
+        and before the first message.
         """
-        self.job, self.rank = job, rank
-        self.inner.join(job, rank)
+        self.job, self.number = job, pass_number(rank, visit)
+        self.inner.join(job, rank, visit)
         self._open()
 
     def _open(self):
@@ -261,7 +263,7 @@ cdef class SharedEndpoint:
         cdef Link *l = NULL
         self.inner.connect(peer, address, undriven)
         with handshake.visit(
-            address, self.secret, self.job, self.rank, self.inner.wake_descriptor
+            address, self.secret, self.job, self.number, self.inner.wake_descriptor
         ) as visit:
             if visit is None:
                 return

@@ -107,7 +107,7 @@ class Visit:
 
 
 @contextlib.contextmanager
-def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[Visit | None]:
+def visit(address: str, key: bytes, job: int, number: int, wake: int) -> Iterator[Visit | None]:
     """Run the worker's side of the handshake with the lane at ``address``.
 
     Yields None if the lane is on another machine, or offers no memory. ``wake``: descriptor that
@@ -136,7 +136,7 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
         try:
             if not _is_ours(link):
                 raise PermissionError("the server's socket belongs to another user")
-            listener.greet(link, key, job, address, rank)
+            listener.greet(link, key, job, address, number)
             socket.send_fds(link, [_YES], [wake])
             said, found, _, _ = socket.recv_fds(link, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
         except OSError as e:

@@ -17,6 +17,7 @@ cdef class ListeningEndpoint:
     # seconds: between heartbeats; of silence after which a connection breaks
     cdef double interval, timeout
     cdef int rank
+    cdef object number          # that a worker shows to lanes: see pass_number
     cdef bint joined, closed
     cdef readonly str address
     cdef _set_up(

@@ -18,6 +18,7 @@ from bpsx.transports.sockets.peers cimport Losses, read, write
 
 from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
+from bpsx.transports.base import pass_number
 from bpsx.transports.sockets import listener
 from bpsx.system.address import join_host_port
 
@@ -61,13 +62,14 @@ cdef class ListeningEndpoint:
         self._open()
         return self.address
 
-    def join(self, job: int, rank: int) -> None:
+    def join(self, job: int, rank: int, visit: int = 0) -> None:
         """Set the job's number and the rank under which lanes know this endpoint.
 
-        Call it before :meth:`connect` and before the first message. After it, a lane that is bound
-        accepts workers.
+        ``visit``: see :meth:`bpsx.transports.base.Endpoint.join`. Call it before :meth:`connect`
+        and before the first message. After it, a lane that is bound accepts workers.
         """
         self.job, self.rank, self.joined = job, rank, True
+        self.number = pass_number(rank, visit)
         self._open()
 
     def _open(self):

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from bpsx import secret
-from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.system.address import is_ipv6, resolve
+from bpsx.transports.base import rank_of
 from bpsx.transports.ports import bind_one
 from bpsx.transports.reach import explain
 from bpsx.transports.refusals import HANDSHAKE_MS, Refusals
 
-#: Greeting: magic with version, the worker's rank, its token.
+#: Greeting: magic with version, the worker's number (`pass_number`), its token.
 _GREETING = struct.Struct("<8sI64s")
 _MAGIC = b"bpsxtcp2"
 #: Size of the nonce that a lane sends first. Each nonce is used once, so an overheard greeting is
@@ -70,18 +70,18 @@ def require_presence(address: str, error: OSError) -> None:
         raise unreachable(address, explain(error.errno) if error.errno else str(error)) from error
 
 
-def _token(key: bytes, job: int, address: str, rank: int, nonce: bytes) -> bytes:
+def _token(key: bytes, job: int, address: str, number: int, nonce: bytes) -> bytes:
     return (
-        secret.derive(key, "data connection: worker's answer", job, address, rank, nonce)
+        secret.derive(key, "data connection: worker's answer", job, address, number, nonce)
         .hex()
         .encode()
     )
 
 
 def greet(
-    made: socket.socket, key: bytes, job: int, address: str, rank: int, more: bytes = b""
+    made: socket.socket, key: bytes, job: int, address: str, number: int, more: bytes = b""
 ) -> None:
-    """Read the lane's nonce from a new connection, then send worker ``rank``'s greeting.
+    """Read the lane's nonce from a new connection, then send worker ``number``'s greeting.
 
     ``address`` is the lane's. ``more`` is sent right after the greeting. Raises OSError.
     """
@@ -91,7 +91,7 @@ def greet(
         if not said:
             raise ConnectionResetError("the lane has closed the connection before the greeting")
         nonce += said
-    made.sendall(_GREETING.pack(_MAGIC, rank, _token(key, job, address, rank, nonce)) + more)
+    made.sendall(_GREETING.pack(_MAGIC, number, _token(key, job, address, number, nonce)) + more)
 
 
 def prepare(made: socket.socket, interval: float, timeout: float) -> None:
@@ -123,11 +123,11 @@ def dial(
     address: str,
     key: bytes,
     job: int,
-    rank: int,
+    number: int,
     before: Callable[[socket.socket, str], None] | None = None,
     more: bytes = b"",
 ) -> socket.socket:
-    """Connect worker ``rank`` to the lane at ``address``, and greet.
+    """Connect worker ``number`` to the lane at ``address``, and greet.
 
     ``before`` is called with the socket and the lane's numeric address before it connects. ``more``
     is sent right after the greeting. Returns the connected socket.
@@ -149,7 +149,7 @@ def dial(
         made.settimeout(PATIENCE)
         made.connect((numeric, int(port)))
         made.settimeout(_NONCE_PATIENCE)
-        greet(made, key, job, address, rank, more)
+        greet(made, key, job, address, number, more)
         made.settimeout(PATIENCE)
     except OSError:
         made.close()
@@ -198,7 +198,7 @@ class _Newcomer:
 
 
 class Acceptor:
-    """Listener of one lane, which accepts each worker once.
+    """Listener of one lane, which accepts each worker's number once.
 
     Its thread calls ``take`` with the socket and the rank of each worker whose greeting is valid. A
     greeting answers the nonce of its own connection, so an eavesdropper cannot reuse it.
@@ -213,7 +213,7 @@ class Acceptor:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._refusals = Refusals()
-        self._inside: set[int] = set()  # ranks
+        self._inside: set[int] = set()  # numbers of workers
         self._waiting: dict[int, _Newcomer] = {}  # by descriptor, oldest first
         # Descriptors of `_waiting` by peer address, oldest first.
         self._by_address: dict[str, dict[int, None]] = {}
@@ -282,25 +282,22 @@ class Acceptor:
             and _MAGIC.startswith(newcomer.said[: len(_MAGIC)])
         ):
             return
-        rank = self._rank_of(newcomer.said, newcomer.nonce)
-        if rank < 0:
+        number = self._number_in(newcomer.said, newcomer.nonce)
+        if number < 0:
             self._refuse(newcomer)
             return
-        self._inside.add(rank)
+        self._inside.add(number)
         self._forget(newcomer)
-        self._take(newcomer.made, rank)
+        self._take(newcomer.made, rank_of(number))
 
-    def _rank_of(self, said: bytes, nonce: bytes) -> int:
-        """Return the rank of a valid greeting, else -1."""
+    def _number_in(self, said: bytes, nonce: bytes) -> int:
+        """Return the number in a valid greeting, else -1."""
         if len(said) != _GREETING.size:
             return -1
-        magic, rank, shown = _GREETING.unpack(said)
-        new = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside
-        return (
-            int(rank)
-            if new and secret.same(shown, _token(self._key, self._job, self._address, rank, nonce))
-            else -1
-        )
+        magic, number, shown = _GREETING.unpack(said)
+        new = magic == _MAGIC and number not in self._inside
+        wanted = _token(self._key, self._job, self._address, number, nonce)
+        return int(number) if new and secret.same(shown, wanted) else -1
 
     def _forget(self, newcomer: _Newcomer) -> None:
         self._selector.unregister(newcomer.made)

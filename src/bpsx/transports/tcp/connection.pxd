@@ -124,31 +124,6 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     c.block = NULL
 
 
-cdef inline void take_new(EndpointState *s) noexcept nogil:
-    """Add the connections that other threads made since the last call."""
-    cdef Connection *c
-    cdef Connection *following
-    if atomic_load(&s.n_new) == 0:
-        return
-    lock(&s.monitor)
-    c, s.new = s.new, NULL
-    atomic_store(&s.n_new, 0)
-    unlock(&s.monitor)
-    while c != NULL:
-        following = c.next
-        c.next, s.all = s.all, c
-        if (
-            room_for_peer(&s.peers, c.peer)
-            and s.peers.at[c.peer] == NULL
-            and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
-        ):
-            s.peers.at[c.peer] = c
-        else:
-            c.dead = True
-            let_go(c)
-        c = following
-
-
 cdef inline void lose(EndpointState *s, Connection *c) noexcept nogil:
     """Mark the connection as broken, release what it holds, report the loss."""
     if not c.dead:
@@ -194,3 +169,40 @@ cdef inline void take_out(EndpointState *s, Connection *c) noexcept nogil:
                 s.ready_last = at[0]
                 at = &at[0].next_ready
     s.peers.at[c.peer] = NULL
+
+cdef inline void end(EndpointState *s, Connection *c) noexcept nogil:
+    """End a connection and free it."""
+    take_out(s, c)
+    stop_watching(s, c)
+    if c.fd >= 0:
+        # A forked child may have the connection, too.
+        shutdown(c.fd, SHUT_RDWR)
+    let_go(c)
+    free(c)
+
+
+cdef inline void take_new(EndpointState *s) noexcept nogil:
+    """Add the connections that other threads made since the last call."""
+    cdef Connection *c
+    cdef Connection *following
+    if atomic_load(&s.n_new) == 0:
+        return
+    lock(&s.monitor)
+    c, s.new = s.new, NULL
+    atomic_store(&s.n_new, 0)
+    unlock(&s.monitor)
+    while c != NULL:
+        following = c.next
+        c.next, s.all = s.all, c
+        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] != NULL:
+            # Another worker of this rank, or the same once more: each has shown a new number.
+            end(s, <Connection *>s.peers.at[c.peer])
+        if (
+            c.peer < s.peers.capacity
+            and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
+        ):
+            s.peers.at[c.peer] = c
+        else:
+            c.dead = True
+            let_go(c)
+        c = following

@@ -19,8 +19,8 @@ from libc.stdlib cimport calloc, free
 from bpsx.system.sync cimport atomic_store, lock, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.tcp.connection cimport (
-    LOOK_EVERY, SHUT_RDWR, Connection, Outgoing, Prefix, EndpointState, iovec, let_go, lose,
-    make_ready, next_ready, shutdown, stop_watching, take_new, take_out,
+    LOOK_EVERY, Connection, Outgoing, Prefix, EndpointState, end, iovec, let_go, lose, make_ready,
+    next_ready, take_new,
 )
 from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
 from bpsx.transports.sockets.epoll cimport EPOLLOUT, EVENTS, epoll_event, epoll_wait
@@ -152,13 +152,7 @@ cdef void tcp_drop(void *self, uint32_t peer) noexcept nogil:
     take_new(s)
     c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
     if c != NULL:
-        take_out(s, c)
-        stop_watching(s, c)
-        if c.fd >= 0:
-            # A forked child may have the connection, too.
-            shutdown(c.fd, SHUT_RDWR)
-        let_go(c)
-        free(c)
+        end(s, c)
     forget_loss(&s.losses, peer)
 
 
@@ -207,7 +201,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
         The data plane takes the connection over by a lock, so it may be driven all the time.
         """
         try:
-            made = listener.dial(address, self.secret, self.job, self.rank, self._size_buffers)
+            made = listener.dial(address, self.secret, self.job, self.number, self._size_buffers)
         except TransportError:
             raise
         # The lane existed before, so the thread that watches for losses knows which lane it was and

@@ -1,8 +1,8 @@
 """Access control of lanes over ZeroMQ (ZAP): accepts or refuses a connection before its messages.
 
 A worker shows a token that can be computed only with the job secret, and that is valid for one job,
-one lane and one rank. ZeroMQ closes a connection without a valid token during the handshake. A
-stranger therefore cannot make a lane read, keep or even count anything.
+one lane and one worker's number (`pass_number`). ZeroMQ closes a connection without a valid token
+during the handshake. A stranger therefore cannot make a lane read, keep or even count anything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ ENDPOINT = "inproc://zeromq.zap.01"
 _FRAMES = 6
 
 
-def token(key: bytes, job: int, address: str, rank: int) -> bytes:
-    """Return the token that worker ``rank`` shows to the lane at ``address``, in ASCII."""
-    return secret.derive(key, "data connection: worker's token", job, address, rank).hex().encode()
+def token(key: bytes, job: int, address: str, number: int) -> bytes:
+    """Return the token that worker ``number`` shows to the lane at ``address``, in ASCII."""
+    return (
+        secret.derive(key, "data connection: worker's token", job, address, number).hex().encode()
+    )
 
 
 class Acceptor:
@@ -45,7 +47,7 @@ class Acceptor:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._inside: set[int] = set()  # ranks
+        self._inside: set[int] = set()  # numbers of workers
         self._refusals = Refusals()
 
     def open(self, job: int, address: str) -> None:
@@ -85,12 +87,12 @@ class Acceptor:
             return True
         if mechanism != b"PLAIN" or len(shown) != 2 or not shown[0].isdigit() or len(shown[0]) > 10:
             return False
-        rank = int(shown[0])
-        if rank in self._inside or not secret.same(
-            shown[1], token(self._key, self._job, self._address, rank)
+        number = int(shown[0])
+        if number in self._inside or not secret.same(
+            shown[1], token(self._key, self._job, self._address, number)
         ):
             return False
-        self._inside.add(rank)
+        self._inside.add(number)
         return True
 
     @property

@@ -28,18 +28,18 @@ from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.zeromq.frames cimport (
-    find_parts, is_dropped, put_id, read_message, send_frame,
+    find_parts, is_dropped, number_of, put_id, read_message, retire, send_frame,
 )
 from bpsx.transports.zeromq.libzmq cimport (
-    ID_BYTES, ZMQ_POLLIN, ZMQ_SNDMORE, Connection, EndpointState, LibZmq, zmq_msg_t,
-    zmq_pollitem_t,
+    ID_BYTES, ZMQ_POLLIN, ZMQ_SNDMORE, Connection, EndpointState, LibZmq, Visitor,
+    zmq_msg_t, zmq_pollitem_t,
 )
 
 from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports import refusals
-from bpsx.transports.base import ALONE
+from bpsx.transports.base import ALONE, pass_number
 from bpsx.transports.zeromq import auth
 from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer_bytes, tcp_url
 from bpsx.transports.ports import bind_one
@@ -97,7 +97,7 @@ cdef int zmq_send(
     cdef EndpointState *s = <EndpointState *>self
     cdef char routing_id[ID_BYTES]
     cdef int more = ZMQ_SNDMORE if body != NULL else 0
-    put_id(s, routing_id, peer)
+    put_id(s, routing_id, number_of(s, peer))
     # ROUTER refuses an unknown peer at the first frame. After that it sends or drops all frames of
     # the message together.
     if (
@@ -158,6 +158,8 @@ cdef void zmq_wake(void *self) noexcept nogil:
 
 cdef void zmq_drop(void *self, uint32_t peer) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
+    if peer < s.n_visitors:
+        retire(s, &s.visitors[peer])
     if peer >= s.n_connections or s.connections[peer].url == NULL or is_dropped(s, peer):
         return
     atomic_store(&s.connections[peer].dropped, 1)
@@ -182,7 +184,7 @@ cdef class ZeroMQEndpoint:
     cdef object context, socket, monitor_socket, acceptor
     cdef bytes secret
     cdef object send_buffer
-    cdef int rank
+    cdef uint32_t number        # that this worker shows to lanes
     cdef bint encrypt, joined
     cdef readonly str address       # empty before bind()
     # The latest peer at each address, and the one to which the latest connection was made: a lane
@@ -257,10 +259,10 @@ cdef class ZeroMQEndpoint:
             ) from e
         port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
         self.address = join_host_port(host, int(port))
-        self.state.descriptors = <int64_t *>calloc(MOST_WORKERS, sizeof(int64_t))
-        if self.state.descriptors == NULL:
+        self.state.visitors = <Visitor *>calloc(MOST_WORKERS + 1, sizeof(Visitor))
+        if self.state.visitors == NULL:
             raise MemoryError("no memory for the connections of workers")
-        self.state.n_descriptors = MOST_WORKERS
+        self.state.n_visitors = MOST_WORKERS + 1
         self._open()
         return self.address
 
@@ -291,9 +293,9 @@ cdef class ZeroMQEndpoint:
     def _show(self, str address):
         """Set the credentials for the connection to the lane at ``address``, before it is made."""
         if not self.encrypt:
-            self.socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
+            self.socket.setsockopt(zmq.PLAIN_USERNAME, str(self.number).encode())
             self.socket.setsockopt(
-                zmq.PLAIN_PASSWORD, auth.token(self.secret, self.state.job, address, self.rank)
+                zmq.PLAIN_PASSWORD, auth.token(self.secret, self.state.job, address, self.number)
             )
             return
         public, own = zmq.curve_keypair()
@@ -303,16 +305,16 @@ cdef class ZeroMQEndpoint:
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, own)
 
-    def join(self, uint64_t job, int rank) -> None:
+    def join(self, uint64_t job, int rank, int visit=0) -> None:
         """Set the job's number and the rank under which lanes know this endpoint.
 
-        Call it before :meth:`connect` and before the first message. After it, a lane that is bound
-        accepts workers.
+        ``visit``: see :meth:`bpsx.transports.base.Endpoint.join`. Call it before :meth:`connect`
+        and before the first message. After it, a lane that is bound accepts workers.
         """
         cdef char routing_id[ID_BYTES]
         self.state.job = job
-        self.rank = rank
-        put_id(&self.state, routing_id, rank)
+        self.number = pass_number(rank, visit)
+        put_id(&self.state, routing_id, self.number)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id[:ID_BYTES])
         self.joined = True
         self._open()
@@ -391,9 +393,9 @@ cdef class ZeroMQEndpoint:
         -1 if no worker has sent a message on it.
         """
         cdef uint32_t rank
-        for rank in range(self.state.n_descriptors):
-            if atomic_load(&self.state.descriptors[rank]) == descriptor + 1:
-                atomic_store(&self.state.descriptors[rank], -1)
+        for rank in range(self.state.n_visitors):
+            if atomic_load(&self.state.visitors[rank].descriptor) == descriptor + 1:
+                atomic_store(&self.state.visitors[rank].descriptor, -1)
                 return rank
         return -1
 
@@ -446,7 +448,8 @@ cdef class ZeroMQEndpoint:
         # already.
         if self.state.wake_fd >= 0:
             close_descriptor(self.state.wake_fd)
-        free(self.state.descriptors)
+        free(self.state.visitors)
+        free(self.state.retired)
         for i in range(self.state.n_connections):
             free(self.state.connections[i].url)
         free(self.state.connections)

@@ -5,9 +5,10 @@ from libc.stdint cimport uint32_t
 from libc.string cimport memcmp, memcpy
 
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store
+from bpsx.system.arrays cimport make_room
 from bpsx.transports.abi cimport Message, done_fn
 from bpsx.transports.zeromq.libzmq cimport (
-    ID_BYTES, ID_TAG, ZMQ_DONTWAIT, ZMQ_SRCFD, EndpointState, zmq_msg_t,
+    ID_BYTES, ID_TAG, RANK_MASK, ZMQ_DONTWAIT, ZMQ_SRCFD, EndpointState, Visitor, zmq_msg_t,
 )
 
 
@@ -48,6 +49,47 @@ cdef inline int send_frame(
     return 0
 
 
+cdef inline void retire(EndpointState *s, Visitor *v) noexcept nogil:
+    """Take no more messages of a worker: another one may have its rank."""
+    if not v.there:
+        return
+    if make_room(&s.retired, &s.retired_capacity, s.n_retired + 1, sizeof(uint32_t)):
+        s.retired[s.n_retired] = v.number
+        s.n_retired += 1
+    v.there = False
+    atomic_store(&v.descriptor, 0)
+
+
+cdef inline uint32_t number_of(EndpointState *s, uint32_t peer) noexcept nogil:
+    """The number in a peer's routing id."""
+    return s.visitors[peer].number if peer < s.n_visitors and s.visitors[peer].there else peer
+
+
+cdef inline bint is_retired(EndpointState *s, uint32_t number) noexcept nogil:
+    cdef uint32_t i
+    for i in range(s.n_retired):
+        if s.retired[i] == number:
+            return True
+    return False
+
+
+cdef inline bint admit(
+    EndpointState *s, uint32_t number, zmq_msg_t *head, uint32_t *rank
+) noexcept nogil:
+    """Note who has sent a message to a lane; *rank: its rank. False: somebody has replaced it."""
+    cdef Visitor *v
+    rank[0] = number & RANK_MASK
+    v = &s.visitors[rank[0]]
+    if v.there and v.number == number:
+        return True
+    if is_retired(s, number):
+        return False
+    retire(s, v)
+    v.there, v.number = True, number
+    atomic_store(&v.descriptor, s.lib.msg_get(head, ZMQ_SRCFD) + 1)
+    return True
+
+
 cdef inline bint is_dropped(EndpointState *s, uint32_t peer) noexcept nogil:
     return peer < s.n_connections and atomic_load(&s.connections[peer].dropped)
 
@@ -85,19 +127,23 @@ cdef inline int read_message(EndpointState *s, Message *m) noexcept nogil:
     cdef zmq_msg_t routing_id
     cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
     cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
+    cdef uint32_t number = 0
     while receive_frame(s, &routing_id) == 0:
         if not valid_id(s, &routing_id):
             drop_rest(s, &routing_id)
             s.lib.msg_close(&routing_id)
             continue
-        memcpy(&m.peer, <char *>s.lib.msg_data(&routing_id) + 1, 4)
+        memcpy(&number, <char *>s.lib.msg_data(&routing_id) + 1, 4)
         s.lib.msg_close(&routing_id)
         if receive_frame(s, head) != 0:
             return 0
         m.has_body = False
-        # Written once, because no connection is made a second time.
-        if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:
-            atomic_store(&s.descriptors[m.peer], s.lib.msg_get(head, ZMQ_SRCFD) + 1)
+        m.peer = number
+        if s.n_visitors and not admit(s, number, head, &m.peer):
+            if s.lib.msg_more(head):
+                drop_rest(s, head)
+            s.lib.msg_close(head)
+            continue
         if s.lib.msg_more(head):
             if receive_frame(s, body) != 0:
                 s.lib.msg_close(head)

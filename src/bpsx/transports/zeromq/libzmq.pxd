@@ -35,11 +35,17 @@ cdef enum:
     ZMQ_POLLIN = 1
     ZMQ_SRCFD = 2
     ID_BYTES = 13
+    RANK_MASK = 0xFFFF          # see pass_number
     ID_TAG = 1                  # not 0: ZeroMQ reserves ids that begin with a zero byte
 
 cdef struct Connection:         # made by connect()
     char *url                   # NULL: none to this peer
     int64_t dropped
+
+cdef struct Visitor:            # the worker of a rank that has last connected
+    bint there
+    uint32_t number             # that it shows: see pass_number
+    int64_t descriptor          # of its connection, plus 1; 0: not known, -1: it has ended
 
 cdef struct EndpointState:
     LibZmq *lib
@@ -47,9 +53,11 @@ cdef struct EndpointState:
     int wake_fd
     uint64_t job
     int64_t malformed
-    # Of workers, by rank: descriptor + 1, known since the first message. Only a lane has them.
-    int64_t *descriptors
-    uint32_t n_descriptors
+    Visitor *visitors           # by rank, known since the first message. Only a lane has them
+    uint32_t n_visitors
+    uint32_t *retired           # numbers of workers that others have replaced
+    uint32_t n_retired
+    uint32_t retired_capacity
     Connection *connections     # by peer number
     uint32_t n_connections
     bint has_aside
