@@ -1,4 +1,4 @@
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
@@ -29,6 +29,8 @@ class Core:
         elastic: bool = False,
         shrinks: bool = False,
         senders: int = 1,
+        living: int = -1,
+        ended: Iterable[int] = (),
     ) -> None: ...
     @property
     def pid(self) -> int: ...
@@ -51,6 +53,7 @@ class Core:
         missed: bool = False,
         yields: list[tuple[int, int, list[tuple[int, int]]]] = ...,
         living: int = 0,
+        enters: bool = False,
     ) -> None: ...
     def abi(self) -> Any: ...
     def take_moved(self) -> list[tuple[int, int, int]]: ...

@@ -105,7 +105,8 @@ cdef class Core:
     def __cinit__(
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
         machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=(),
-        bint elastic=False, bint shrinks=False, uint32_t senders=1
+        bint elastic=False, bint shrinks=False, uint32_t senders=1, int living=-1,
+        ended=(),
     ):
         """``endpoint``: an object with ``abi()``; ``lanes``: the server's number for each lane;
         ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: bound on what is in
@@ -115,7 +116,8 @@ cdef class Core:
         ``rank`` is then the machine's number; ``telemetry``: count the bytes of completed tensors;
         ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`; ``elastic``: keep the latest results
         for other workers, as a server may be lost; ``shrinks``: go on without workers that are
-        lost, of ``senders`` at the beginning.
+        lost; ``senders``: places for workers, of which ``living`` are taken, -1: all;
+        ``ended``: lanes that are lost.
         """
         memset(&self.c, 0, sizeof(CCore))
         self.c.moving.told = -1
@@ -139,17 +141,18 @@ cdef class Core:
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.settings.telemetry = telemetry
         self.c.settings.elastic, self.c.settings.shrinks = elastic, elastic and shrinks
-        self.c.settings.senders = self.c.moving.living = senders
+        self.c.settings.senders = senders
+        self.c.moving.living = senders if living < 0 else living
         if elastic:
             self.c.moving.told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
-        self._make_lanes(list(lanes), beside)
+        self._make_lanes(list(lanes), beside, ended)
         self.tensors, self.groups, self.all_groups = set(), {}, []
         self.waiters = Waiters()
 
-    cdef _make_lanes(self, list servers, beside):
+    cdef _make_lanes(self, list servers, beside, ended):
         cdef uint32_t i
         cdef uint32_t n = <uint32_t>len(servers)
         self.c.lanes.n_servers = max(servers, default=0) + 1
@@ -159,6 +162,10 @@ cdef class Core:
         for i in range(n):
             self.c.lanes.at[i].server = &self.c.lanes.servers[<uint32_t>servers[i]]
             self.c.lanes.at[i].server.beside = servers[i] in beside
+        for i in ended:
+            self.c.lanes.at[i].lost = self.c.lanes.at[i].mute = self.c.lanes.at[i].ready = True
+            self.c.lanes.at[i].server.lost = True
+            self.c.lanes.n_ready += 1
         count_living(&self.c)
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
@@ -197,6 +204,8 @@ cdef class Core:
         cdef bytes nonce, proof
         cdef uint32_t i
         for i in range(self.c.lanes.n):
+            if self.c.lanes.at[i].ready:
+                continue
             nonce = os.urandom(NONCE_BYTES)
             proof = lane_proof(secret, self.c.settings.job, addresses[i], nonce)
             memcpy(self.c.lanes.at[i].proof, <char *>proof, PROOF_BYTES)
@@ -470,7 +479,7 @@ cdef class Core:
 
     def begin_term(
         self, uint32_t term, list moves not None, bint missed=False, list yields not None=[],
-        uint32_t living=0
+        uint32_t living=0, bint enters=False
     ) -> None:
         """Hand the loss of lanes or workers, or slots that lanes yield, to the driver; any thread.
 
@@ -478,8 +487,8 @@ cdef class Core:
         slot: see docs/internals/elastic.md. ``missed``: a worker has left before, so that nobody
         waits for the keys to be taken. ``yields``: for lanes that live, triples of the lane, the
         number of its slots, and their at most 64 targets; those on the lane itself stay.
-        ``living``: number of senders that are left if workers have been lost, else 0. Raises
-        :class:`ValueError` for lanes that do not exist.
+        ``living``: number of senders from now on if workers have been lost or, with ``enters``,
+        enter; else 0. Raises :class:`ValueError` for lanes that do not exist.
         """
         if not self.c.settings.elastic or self.c.endpoint.drop == NULL:
             raise ValueError("this core cannot move partitions to other lanes")
@@ -487,7 +496,7 @@ cdef class Core:
             raise ValueError(f"this core cannot go on with {living} of {self.c.settings.senders}")
         lost = [(lane, 0xFFFFFFFF, list(targets)) for lane, targets in moves]
         given = [(lane, limit, list(targets)) for lane, limit, targets in yields]
-        tell_term(&self.c, new_term(self.c.lanes.n, term, lost, missed, given, living))
+        tell_term(&self.c, new_term(self.c.lanes.n, term, lost, missed, given, living, enters))
 
     def take_moved(self) -> list:
         """Return the terms whose keys have all been taken since the last call, the oldest first.

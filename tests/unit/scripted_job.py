@@ -34,6 +34,7 @@ class Node:
         self.dead = self.over = False
         self.lost = ""
         self.bye: str | None = None
+        self.greeted: Rebuilding | None = None  # the hub that has got its HELLO
 
     @property
     def ident(self) -> bytes:
@@ -63,7 +64,7 @@ class Node:
     def is_unheard(self, hub: Rebuilding) -> bool:
         """Whether it wants to enter the job, and ``hub`` does not know."""
         waits = self.state == "entering" and not (self.dead or self.over or self.outbox)
-        return waits and self.ident not in hub.nodes
+        return waits and self.greeted is not hub
 
     def enter(self) -> None:
         """Say HELLO to the hub that is there now, on a new connection."""
@@ -122,6 +123,18 @@ class Worker(Node):
         self.joined = False
         self.last = -1
         self.said: dict[int, str] = {}  # what CONNECTED has said of servers that came late
+        self.place, self.passed, self.stop = "free", 0, 0  # see bpsx.session.boundaries
+        self.meeting = -1
+        self.order = list(range(world.workers_n))
+
+    def step(self) -> None:
+        """Come to the next boundary, if this worker may."""
+        if self.place in ("asked", "here") or self.state == "entering" or self.joined:
+            return
+        self.passed += 1
+        if self.place == "bound" and self.passed == self.stop:
+            self.place = "here"
+            self.send("HERE", meeting=self.meeting)
 
     def declare(self, name: str, size: int) -> None:
         generation = self.generations.get(name, 0)
@@ -210,8 +223,23 @@ class Worker(Node):
             self.joined, self.last = False, m["last"]
             self.decisions.joins += 1
             self.decisions.last = m["last"]
+        elif kind == "SOON":
+            assert self.place == "free"
+            self.place, self.meeting = "asked", m["meeting"]
+            self.send("AT", meeting=self.meeting, boundary=self.passed)
+        elif kind == "MEET":
+            assert self.place == "asked" and m["boundary"] > self.passed
+            self.place, self.stop = "bound", m["boundary"]
+        elif kind == "OFF":
+            self.place = "free"
         elif kind == "TERM":
             assert m["term"] == len(self.decisions.terms) + 1
+            self.order = [r for r in self.order if r not in m["dropped"]] + m["entered"]
+            if m["entered"]:
+                assert self.place == "here" or self.rank in m["entered"]
+                assert m["living"] == len(self.order)
+                self.place, self.passed = "free", 0
+                self.decisions.joins += 1
             lanes = {to for *_, targets in [*m["moves"], *m["yields"]] for to, _ in targets}
             assert not any(lane >= len(self.decisions.servers) for lane in lanes)
             self.decisions.begin_term(m)
@@ -223,6 +251,34 @@ class Worker(Node):
             self.decisions.gone.update(m["lanes"])
 
 
+class Newcomer(Worker):
+    """A worker that wants to enter the job; ``visit`` tells it from others of its rank."""
+
+    def __init__(self, world: World, rank: int, visit: int) -> None:
+        super().__init__(world, rank)
+        self.number = 10_000 + 100 * rank + visit
+        self.state = "entering"
+
+    def take(self) -> None:
+        if self.state != "entering":
+            super().take()
+            return
+        m = self.inbox.popleft()
+        if m["type"] in ("REFUSED", "LOST"):
+            self.over, self.lost, self.state = True, m.get("reason", "lost"), "over"
+        elif m["type"] == "WELCOME":
+            self.decisions = Decisions(m["servers"], True)
+            self.decisions.terms = m["terms"]
+            self.decisions.moved = (len(m["terms"]), 0, 0)
+            self.decisions.joins, self.epoch, self.order = m["joins"], m["epoch"], m["living"]
+            late = range(self.world.servers, len(m["servers"]))
+            self.said = {rank: "" for rank in late if rank not in m["ended"]}
+            self.outbox.append({"type": "READY", "meeting": m["meeting"]})
+        elif m["type"] == "TERM" and self.rank in m["entered"]:
+            self.state = "connected"
+            self.handle(m)
+
+
 class Server(Node):
     def __init__(self, world: World, rank: int, number: int = -1) -> None:
         super().__init__(world, "server", rank, number)
@@ -231,7 +287,8 @@ class Server(Node):
         self.marks = Marks(world.workers_n)
 
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
-        return self.marks.report(self.lost, []), []
+        cut = [w.rank for w in self.world.workers if w.dead and w.rank not in self.marks.dropped]
+        return self.marks.report(self.lost, cut, 0), []
 
     def resume(self) -> None:
         pass
@@ -240,19 +297,19 @@ class Server(Node):
         if m["type"] == "WELCOME":
             assert m["rank"] == m["first"], "servers of this job have one lane each"
             self.rank = m["rank"]
-            self.marks = Marks(self.world.workers_n, m["joins"])
+            self.marks = Marks(self.world.workers_n, m["joins"], m["term"], m["dropped"])
             for left in m["left"]:
                 self.handle(left)
             for rank in m["joined"]:
                 self.handle({"type": "JOINED", "rank": rank, "generation": m["joins"]})
-            for rank, term in m["dropped"]:
-                self.marks.drop(rank, term)
         elif m["type"] == "LEFT":
             self.marks.leave(m["rank"], m["host"], m["pid"])
         elif m["type"] == "JOINED":
             self.marks.join(m["rank"], m["generation"])
         elif m["type"] == "CLEAR":
-            self.marks.clear(m["generation"])
+            if self.marks.clear(m["generation"]):
+                for rank, _ in m["entering"]:
+                    self.marks.enter(rank, m["term"])
             self.send("CLEARED", generation=m["generation"])
         elif m["type"] == "TERM" and any(lane == self.rank for lane, _ in m["moves"]):
             self.over, self.lost = True, "replaced"
@@ -284,6 +341,14 @@ class World:
         self.nodes.append(server)
         server.enter()
         return server
+
+    def enter(self, rank: int) -> Newcomer:
+        """Start a worker in a vacant place."""
+        newcomer = Newcomer(self, rank, len(self.nodes))
+        self.nodes.append(newcomer)
+        self.workers.append(newcomer)
+        newcomer.enter()
+        return newcomer
 
     def _new_hub(self, job: int) -> Rebuilding:
         return Rebuilding(
@@ -319,6 +384,7 @@ class World:
         m, hub = node.outbox.popleft(), self.hub
         messages.check(m)
         kind, ident = m["type"], node.ident
+        node.greeted = hub if kind == "HELLO" else node.greeted
         out = {
             "HELLO": lambda: hub.hello(ident, m),
             "CONNECTED": lambda: hub.connected(ident, m, self.now),
@@ -329,6 +395,9 @@ class World:
             "JOIN": lambda: hub.join(ident, m["generation"]),
             "CLEARED": lambda: hub.cleared(ident, m),
             "MOVED": lambda: hub.moved(ident, m, self.now),
+            "AT": lambda: hub.said_at(ident, m),
+            "HERE": lambda: hub.here(ident, m),
+            "READY": lambda: hub.ready(ident, m),
             "BYE": lambda: hub.bye(ident, m, self.now),
         }[kind]()
         self.deliver(out)
@@ -376,10 +445,12 @@ class World:
             for node in self.nodes:
                 while node.outbox and not node.dead:
                     self.act(node)
-                if (node.dead or node.over) and node.ident in self.hub.nodes:
+                known = node.ident in self.hub.nodes or node.ident in self.hub._newcomers
+                if (node.dead or node.over) and known:
                     self.bury(node)
                 while node.inbox:
                     node.take()
                 if isinstance(node, Worker):
                     node.move()
                     node.connect()
+                    node.step()

@@ -28,7 +28,8 @@ def test_workers_are_released_when_all_servers_have_cleared():
     joined = {"type": "JOINED", "rank": 1, "generation": 0}
     assert m.join(b"w1") == [(s, joined) for s in (b"s0", b"s1")]
     assert m.join(b"w1") == [] == m.join(b"s0") == m.join(b"nobody")
-    assert m.join(b"w0") == [(s, {"type": "CLEAR", "generation": 0}) for s in (b"s0", b"s1")]
+    clear = {"type": "CLEAR", "generation": 0, "entering": [], "term": 0}
+    assert m.join(b"w0") == [(s, clear) for s in (b"s0", b"s1")]
     assert (
         m.cleared(b"s0", {"generation": 0})
         == []
@@ -162,4 +163,4 @@ def test_join_in_a_failed_job_reports_the_failure():
     life.move(Event.BEGUN), life.move(Event.JOB_FAILS)
     joining = Joining(life)
     assert joining.run(lambda: 0, lambda _: None, lambda _: None) == -1
-    assert not life.in_join
+    assert not life.halted

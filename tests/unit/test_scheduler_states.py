@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.errors import InternalError
+from bpsx.scheduler.meetings import MEETING, Stage
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.states import (
     HANDOVER,
@@ -45,7 +46,7 @@ NODES = {
     "s0": ("server", -1),
     "s1": ("server", -1),
 }
-TABLES: list[Table[Any, Any]] = [PRESENCE, HEARING, SUPPLY, JOB, HANDOVER]
+TABLES: list[Table[Any, Any]] = [PRESENCE, HEARING, SUPPLY, JOB, HANDOVER, MEETING]
 #: Made once, as reading and checking all options takes a while.
 HELLOS = {
     (servers, asynchronous, role): hello(
@@ -316,6 +317,46 @@ def job_that_outlives_its_scheduler() -> None:
     assert world.hub is not None and world.hub.state is JobState.RUNNING
 
 
+def job_that_grows() -> None:
+    world = World(2, 1, elastic="shrink")
+    world.kill(world.workers[1])
+    world.settle()
+    world.enter(1)
+    world.settle()
+    assert world.workers[2].state == "connected"
+
+
+def job_that_calls_meetings_off() -> None:
+    for stage in (Stage.ASKING, Stage.GATHERING, Stage.CONNECTING):
+        world = World(2, 1, elastic="shrink")
+        world.kill(world.workers[1])
+        world.settle()
+        newcomer, worker = world.enter(1), world.workers[0]
+        world.act(newcomer), world.look()
+        if stage is not Stage.ASKING:
+            worker.take(), world.act(worker), world.look()
+        if stage is Stage.CONNECTING:
+            worker.take(), worker.step(), world.act(worker), world.look()
+        assert world.hub is not None and world.hub._meeting.stage is stage
+        world.kill(newcomer), world.bury(newcomer), world.look()
+        assert world.hub._meeting.stage is Stage.IDLE
+
+
+def job_whose_scheduler_dies_while_a_worker_enters() -> None:
+    world = World(2, 2, elastic="shrink")
+    world.kill(world.workers[1])
+    world.settle()
+    newcomer, worker = world.enter(1), world.workers[0]
+    world.act(newcomer), world.look(), worker.take(), world.act(worker), world.look()
+    worker.take(), worker.step(), world.act(worker), world.look()
+    newcomer.take(), newcomer.take(), world.act(newcomer), world.look()
+    world.nodes[0].take()  # CLEAR
+    world.kill(newcomer)
+    world.kill_hub()
+    world.settle()
+    assert worker.order == [0] and len(worker.decisions.terms) == 3
+
+
 def test_each_row_of_the_tables_happens(taken):
     job_that_forms_with_difficulty()
     job_whose_workers_disagree()
@@ -325,6 +366,9 @@ def test_each_row_of_the_tables_happens(taken):
     job_that_outlives_servers()
     job_that_runs_out_of_servers()
     job_that_shrinks()
+    job_that_grows()
+    job_that_calls_meetings_off()
+    job_whose_scheduler_dies_while_a_worker_enters()
     job_that_outlives_its_scheduler()
     rows = {(state, event) for t in TABLES for state, events in t.rows.items() for event in events}
     assert rows == taken

@@ -28,6 +28,7 @@ TERM = {
     "yields": [],
     "dropped": [],
     "living": 0,
+    "entered": [],
 }
 
 

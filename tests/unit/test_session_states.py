@@ -14,7 +14,7 @@ from bpsx.core.declared_state import DECLARED, DeclaredEvent, DeclaredState
 from bpsx.errors import InternalError, PeerLeftError, Status
 from bpsx.session.join import Joining
 from bpsx.session.session import Session
-from bpsx.session.states import CLOSING, IN_JOIN, OVER, SESSION, Event, Life, Lifetime
+from bpsx.session.states import CLOSING, HALTED, OVER, SESSION, Event, Life, Lifetime
 
 ALL_JOINED = {"type": "ALL_JOINED", "last": 1}
 
@@ -144,7 +144,7 @@ def test_join_ends_as_its_state_says(calls: list[tuple[Any, Any, Any]]) -> None:
     joining = begun()
     life = joining._life
     for before, during, between in calls:
-        if life.in_join and before == "nothing":
+        if life.halted and before == "nothing":
             break  # JOIN was sent, and this join() would wait for a message
         over = life.state in OVER
         how = join(joining, before, during)
@@ -153,7 +153,7 @@ def test_join_ends_as_its_state_says(calls: list[tuple[Any, Any, Any]]) -> None:
         assert how != "left" or life.state is Life.JOINED
         assert life.state is not Life.JOINING, "JOINING lasts as long as a call"
         happen(joining, between)
-        assert life.in_join == (life.state in IN_JOIN)
+        assert life.halted == (life.state in HALTED)
 
 
 @settings(max_examples=300, deadline=None)

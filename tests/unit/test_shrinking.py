@@ -6,7 +6,7 @@ import pytest
 
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.states import Handover, JobState
-from unit.scheduler_tools import hello, kinds, late_server, running
+from unit.scheduler_tools import kinds, late_server, running
 from unit.scripted_job import World
 
 SHRINK = {"BPSX_ELASTIC": "shrink", "BPSX_ELASTIC_WAIT": 1}
@@ -33,6 +33,7 @@ def test_all_others_hear_of_a_lost_worker():
         "yields": [],
         "dropped": [1],
         "living": 2,
+        "entered": [],
     }
     assert m.state is JobState.RUNNING and m.blamed is None
     moved(m, b"w0", 1, 100), moved(m, b"w2", 1, 100)
@@ -111,11 +112,13 @@ def test_a_server_that_joins_is_sent_away_and_may_come_again():
 
 
 def test_a_lost_worker_that_comes_back_is_told_so():
-    m = shrinking(3)
-    m.gone(b"w1", "silent")
-    ((_, refused),) = m.hello(b"x", hello("worker", 1, 3, 1, config=m.nodes[b"w0"].config))
-    assert "this worker is not awaited any more" in refused["reason"]
-    assert "silent" in refused["reason"]
+    world = World(3, 1, elastic="shrink")
+    world.settle()
+    lost = world.workers[1]
+    world.bury(lost)  # it was only silent
+    lost.state = "orphaned"
+    world.settle()
+    assert lost.over and "this worker is not awaited any more" in lost.lost
 
 
 def test_the_job_ends_well_without_the_lost():
@@ -144,7 +147,7 @@ def test_the_scheduler_dies_while_it_tells_of_a_lost_worker(heard, comes_back):
     assert world.hub.state is JobState.RUNNING, world.hub.failure
     for name in ("w0", "w2"):
         # Lanes ignore the number of a term of which only they have heard.
-        *skipped, (term, moves, _, _, _, dropped, living) = names[name].decisions.terms
+        *skipped, (term, moves, _, _, _, dropped, living, _) = names[name].decisions.terms
         assert (moves, dropped, living) == ([], [1], 2) and not any(t[5] for t in skipped)
         assert term == 1 + any(name[0] == "s" for name in heard.split()) * ("w" not in heard)
     assert [set(names[name].marks.dropped) for name in ("s0", "s1")] == [{1}, {1}]

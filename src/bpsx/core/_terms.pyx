@@ -26,7 +26,8 @@ cdef int fill_move(Move *move, uint32_t lanes, uint32_t lane, list targets) exce
 
 
 cdef Term *new_term(
-    uint32_t lanes, uint32_t number, list lost, bint missed, list yields, uint32_t living
+    uint32_t lanes, uint32_t number, list lost, bint missed, list yields, uint32_t living,
+    bint enters,
 ) except NULL:
     """Make a term from what TERM says: see :meth:`bpsx._core.Core.begin_term`.
 
@@ -45,6 +46,7 @@ cdef Term *new_term(
         free_term(term)
         raise MemoryError("no memory for a term")
     term.number, term.missed, term.living, term.n_told = number, missed, living, len(told)
+    term.enters = enters
     try:
         for i, to in enumerate(told):
             term.told[i].lane = to

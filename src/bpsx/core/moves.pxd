@@ -263,6 +263,14 @@ cdef inline void drop_workers(Core *c, Term *term) noexcept nogil:
         renew(c, term, c.table.at[i])
 
 
+cdef inline void count_on_more(Core *c, Term *term) noexcept nogil:
+    """Workers enter. Nothing is under way, and all have all outcomes."""
+    cdef uint32_t i
+    c.moving.era, c.moving.living = term.number, term.living
+    for i in range(c.table.n):
+        c.table.at[i].term = term.number
+
+
 cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
     """Carry a term out. From here on the lanes refer to its moves.
 
@@ -281,7 +289,9 @@ cdef inline void begin_term(Core *c, Term *term) noexcept nogil:
         else:
             lose_lane(c, &term.moves[i])
     count_living(c)
-    if term.living:
+    if term.enters:
+        count_on_more(c, term)
+    elif term.living:
         drop_workers(c, term)
     follow_moves(c)
     tell_haves(c)

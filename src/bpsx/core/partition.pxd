@@ -342,7 +342,8 @@ cdef struct Term:               # see docs/internals/elastic.md
     uint32_t n_told
     uint32_t room               # lanes for which `told` has room
     bint said                   # they have been sent HAVES
-    uint32_t living             # senders that are left, if workers have been lost; 0: none has
+    uint32_t living             # senders from now on, if workers were lost or enter; 0: neither
+    bint enters                 # workers enter: all partitions stay where they are
     # set by the driver: partitions that have moved and had been used, and the bytes pushed again,
     # headers included
     uint64_t partitions

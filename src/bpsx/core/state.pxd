@@ -84,7 +84,7 @@ cdef struct Settings:           # constant once the core has started
     bint telemetry              # count the bytes of completed tensors
     bint elastic                # keep outcomes: a server may be lost
     bint shrinks                # the job goes on without workers that it loses: see commit.pxd
-    uint32_t senders            # workers, or machines, at the job's beginning
+    uint32_t senders            # places for workers, or machines
 
 cdef struct Role:               # who drives; guarded by the monitor
     bint driving                # a thread has the driver role
@@ -154,8 +154,8 @@ cdef struct Moving:             # partitions that lanes take over, from lost one
     Term *terms
     uint32_t untaken            # sum of Lane.untaken
     uint32_t yielding           # lanes with a Lane.yielding
-    uint32_t era                # latest term in which workers were dropped; 0: none was
-    uint32_t living             # senders that are left
+    uint32_t era                # latest term in which workers were dropped or entered; 0: none was
+    uint32_t living             # senders that live
     # Guarded by the monitor: terms whose keys have all been taken, the latest first,
     Term *over
     int told                    # ... and an eventfd to write to for each; -1: none

@@ -12,7 +12,6 @@ from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.planned import Planned
 from bpsx.scheduler.roster import names
 from bpsx.scheduler.states import Handover, JobState
-from bpsx.scheduler.surviving import term_message
 
 #: Seconds for which a server that has joined waits for others that are coming, so that keys move
 #: once for all of them.
@@ -75,5 +74,5 @@ class Balancing(Planned):
         self.terms.give(yields, nbytes, names(heirs, 4), senders, now)
         text = f"term {self.terms.number}: keys of the others move to {names(heirs, 4)}"
         self.notes.append(text)
-        term = term_message(self.terms.number, [], text, False, yields)
+        term = self._new_term([], text, yields=yields)
         return [(n.ident, term) for n in (*workers, *self._roster.live_servers.values())]

@@ -133,11 +133,11 @@ class Link(Entering):
                 poller, polled = zmq.Poller(), self._opened
                 for thing in (self._socket, self._monitor, self._wake, *(d for d, _ in watch)):
                     poller.register(thing, zmq.POLLIN)
-            if not self._early:
+            if not self.early:
                 poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)) + 1)
             try:
-                while self._early:
-                    handle(self._early.pop(0))
+                while self.early:
+                    handle(self.early.pop(0))
                 self._turn(handle, lost)
                 for _, look in watch:
                     look()

@@ -48,6 +48,7 @@ class Entering:
         self._open_socket()
         self._in_job = False
         self._hello: dict[str, Any] = {}
+        self._greeting = b""  # HELLO, encoded
         #: Whether this node goes on for a while after the scheduler's death.
         self.outlives_scheduler = False
         self._wait = 0.0  # seconds for which to look for a scheduler after the connection's end
@@ -56,7 +57,8 @@ class Entering:
         self._refusals = 0  # handshakes that failed in a row
         # A handshake failed; the next disconnect event is for that connection, which never counted.
         self._refused = False
-        self._early: list[dict[str, Any]] = []  # messages that `news` read, for `start` to handle
+        #: Messages that :meth:`news` has read, for the link's thread to handle.
+        self.early: list[dict[str, Any]] = []
 
     def _open_socket(self) -> None:
         self._opened += 1
@@ -85,8 +87,6 @@ class Entering:
         naming the missing nodes. Raises :class:`JobOverError` when the job has already begun or
         ended.
         """
-        # Wait one second longer than the scheduler, whose list of missing nodes is more complete.
-        end = time.monotonic() + self._config.rendezvous_timeout + 1
         address = scheduler_address(self._config)
         self.address = join_host_port(address, self._config.root_port)
         self._address = address
@@ -100,8 +100,15 @@ class Entering:
             "lanes": lanes,
             "config": fingerprint(self._config),
         }
-        hello = messages.encode("HELLO", **self._hello, again=again)
-        self._socket.send(hello)
+        self._greeting = messages.encode("HELLO", **self._hello, again=again)
+        self._socket.send(self._greeting)
+        return self.await_welcome()
+
+    def await_welcome(self) -> dict[str, Any]:
+        """Wait for WELCOME, and return it. Raises as :meth:`enter_job`."""
+        # Wait one second longer than the scheduler, whose list of missing nodes is more complete.
+        end = time.monotonic() + self._config.rendezvous_timeout + 1
+        role, rank, address = self._hello["role"], self._hello["rank"], self._address
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
         report = time.monotonic() + 10
@@ -125,7 +132,7 @@ class Entering:
                 )
                 # The connection broke while the job was gathering. libzmq makes a new one, on which
                 # the scheduler does not know this node yet.
-                self._socket.send(hello)
+                self._socket.send(self._greeting)
                 if message is None:
                     continue
             if self._refusals >= REFUSALS:
@@ -235,16 +242,20 @@ class Entering:
         if speaks_zeromq(address, self._config.root_port):
             raise RendezvousError(f"{who}: the {self.where} {no_secret_in_common(self._config)}")
 
-    def news(self) -> dict[str, Any] | None:
-        """Return a message that has already arrived, or None; LOST if the scheduler is gone.
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send a message between :meth:`enter_job` and :meth:`start`."""
+        self._socket.send(messages.encode(kind, **fields))
 
-        For use between :meth:`enter_job` and :meth:`start`.
+    def news(self, timeout: float = 0.0) -> dict[str, Any] | None:
+        """Return the next message, or None; LOST if the scheduler is gone.
+
+        ``timeout``: seconds to wait for one. For use between :meth:`enter_job` and :meth:`start`.
         """
-        message = self._receive(0)
+        message = self._receive(timeout)
         if message is None and self._disconnected():
             return {"type": "LOST", "text": f"the {self.where} is gone: its connection broke"}
         if message is not None and message["type"] != "LOST":
-            self._early.append(message)
+            self.early.append(message)
         return message
 
     def give_up(self, failure: str) -> None:

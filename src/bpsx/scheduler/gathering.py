@@ -70,11 +70,15 @@ class Gathering:
         return self._start() if complete else []
 
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """Let a server join the running job."""
+        """Let a node join the running job."""
         raise NotImplementedError
 
     def _bars_server(self, m: dict[str, Any]) -> str:
         """Return why a server may not join the running job; empty if it may."""
+        raise NotImplementedError
+
+    def _bars_worker(self, m: dict[str, Any]) -> str:
+        """Return why a worker may not join the running job; empty if it may."""
         raise NotImplementedError
 
     def would_refuse(self, ident: bytes, m: dict[str, Any]) -> bool:
@@ -169,11 +173,12 @@ class Gathering:
     def _too_late(self, m: dict[str, Any]) -> str:
         if self.state is JobState.FAILED:
             return f"the job has failed: {self.failure}"
-        late_server = m["role"] == "server" and self.state is JobState.RUNNING
-        why = self._bars_server(m) if late_server else "only servers may join it now"
-        if self.state is not JobState.WAITING and why:
-            return f"the job is {self.state} and accepts no more nodes: {why}"
-        return ""
+        if self.state is JobState.WAITING:
+            return ""
+        why = "it is over"
+        if self.state is JobState.RUNNING:
+            why = self._bars_server(m) if m["role"] == "server" else self._bars_worker(m)
+        return f"the job is {self.state} and accepts no more nodes: {why}" if why else ""
 
     def _differs(self, m: dict[str, Any]) -> str:
         """Return an option in which the node differs from the scheduler or the other nodes."""
@@ -205,8 +210,8 @@ class Gathering:
             return "the job already has its server (DMLC_NUM_SERVER=1)"
         return f"the job already has its {self.num_server} servers (DMLC_NUM_SERVER)"
 
-    def _no_place(self, m: dict[str, Any]) -> str:
-        """Return why a worker cannot have the rank that it wants."""
+    def _differing_option(self, m: dict[str, Any]) -> str:
+        """Return an option in which a worker differs from the others."""
         first = self._roster.a_worker()
         if first is not None:
             for name, value in first.config.items():
@@ -215,6 +220,12 @@ class Gathering:
                         f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {first}:"
                         " must be the same on all workers"
                     )
+        return ""
+
+    def _no_place(self, m: dict[str, Any]) -> str:
+        """Return why a worker cannot have the rank that it wants."""
+        if why := self._differing_option(m):
+            return why
         if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
             return f"rank {m['rank']} is out of range"
         there = self._roster.workers.get(m["rank"])

@@ -98,6 +98,8 @@ class Hub:
             grace=config.gather_grace,
             balances=config.elastic_balance,
         )
+        self._members.patience = config.rendezvous_timeout
+        self._members.silence = config.heartbeat_interval + config.heartbeat_timeout + 1.0
         self._observers = Observers(self._members, config.root_uri)
         try:
             self._exporter = self._serve_metrics()
@@ -471,6 +473,12 @@ class Hub:
             return self._members.moved(ident, message, time.monotonic())
         if kind == "CONNECTED":
             return self._members.connected(ident, message, time.monotonic())
+        if kind == "AT":
+            return self._members.said_at(ident, message)
+        if kind == "HERE":
+            return self._members.here(ident, message)
+        if kind == "READY":
+            return self._members.ready(ident, message)
         if kind == "DEPART":
             return self._members.depart(ident, message, time.monotonic())
         return self._members.bye(ident, message, time.monotonic())

@@ -54,6 +54,15 @@ class Joins:
         joined = {"type": "JOINED", "rank": rank, "generation": self.generation}
         return [(s, joined) for s in told]
 
+    def clear(self, holders: Iterable[bytes], **more: Any) -> list[tuple[bytes, dict[str, Any]]]:
+        """Nothing is under way: let all ``holders`` count rounds from zero, as after a join.
+
+        ``more``: further fields of their messages.
+        """
+        self._clearing, self._awaited = True, set(holders)
+        clear = {"type": "CLEAR", "generation": self.generation, **more}
+        return [(s, clear) for s in sorted(self._awaited)]
+
     def left(
         self, live: Collection[int], servers: Iterable[bytes]
     ) -> list[tuple[bytes, dict[str, Any]]]:
@@ -109,10 +118,6 @@ class Joins:
     def _clear(
         self, live: Collection[int], holders: Iterable[bytes]
     ) -> list[tuple[bytes, dict[str, Any]]]:
-        self._clearing = True
         # A worker that has died since cannot be the root of a broadcast.
         self._last = [rank for rank in self.joined if rank in live][-1]
-        self._awaited = set(holders)
-        return [
-            (s, {"type": "CLEAR", "generation": self.generation}) for s in sorted(self._awaited)
-        ]
+        return self.clear(holders, entering=[], term=0)

@@ -19,11 +19,11 @@ from typing import Any
 
 from bpsx.errors import Status
 from bpsx.planning.load_balance import shares_by_host
-from bpsx.planning.placement import Placement
+from bpsx.planning.placement import Assignment, Placement
 from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.growing import Growing
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
-from bpsx.scheduler.shrinking import Shrinking
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
 from bpsx.scheduler.surviving import left_message
 from bpsx.scheduler.terms import Terms
@@ -33,7 +33,7 @@ _ASYNC = "BYTEPS_ENABLE_ASYNC"
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Shrinking):
+class Membership(Growing):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).
@@ -97,6 +97,7 @@ class Membership(Shrinking):
             }
         for worker in workers:
             self._stalls.enter(worker.rank)
+        self._order = [w.rank for w in workers if not w.left]
         partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
         placement = Placement(
             [len(s.lanes) for s in servers],
@@ -154,12 +155,25 @@ class Membership(Shrinking):
             "type": "PLACED",
             "name": name,
             "generation": generation,
-            "places": [list(p) for p in known.places],
+            "places": [list(p) for p in self._places_for(node, known.places)],
         }
         out: list[Output] = [(ident, placed)]
         return (
             out + self._send_adoptions(node.rank // self.processes) if self.processes > 1 else out
         )
+
+    def _places_for(self, node: Node, places: list[Assignment]) -> list[Assignment]:
+        """The places of a tensor as a worker has to hear of them.
+
+        Workers apply the moves of all terms that they have heard of. One that has joined late has
+        not heard of those before.
+        """
+        if node.rank not in self.entered or self.terms is None:
+            return places
+        term = self.entered[node.rank]
+        return [
+            Assignment(p.key, *self.terms.resolve(p.lane, p.slot, term), p.length) for p in places
+        ]
 
     def _tell_error(self, workers: Iterable[Node], message: dict[str, Any]) -> list[Output]:
         """Send an error to several workers.
@@ -231,7 +245,7 @@ class Membership(Shrinking):
             return []
         return self._fail(f"the job has to end after an error: {node}: {m['text']}", m["status"])
 
-    def join(self, ident: bytes, generation: int | None = None) -> list[Output]:
+    def _join(self, ident: bytes, generation: int | None) -> list[Output]:
         """Handle JOIN: let rounds close without the worker, until all workers have joined.
 
         ``generation``: number of the join; one that is over does not count.
@@ -293,6 +307,8 @@ class Membership(Shrinking):
         """
         if last is None:
             return []
+        if self._entering:
+            return self._let_in()
         for rank in self._roster.live:
             self._stalls.enter(rank)
         self._roster.all_joined()
@@ -380,7 +396,7 @@ class Membership(Shrinking):
 
     # ---- leaving
 
-    def bye(self, ident: bytes, m: dict[str, Any], now: float = 0.0) -> list[Output]:
+    def _bye(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """Handle BYE: remove the node, or defer it while other nodes need it.
 
         A deferred node gets GOODBYE only then. ``m``: failure, the reason for which it leaves
@@ -413,7 +429,7 @@ class Membership(Shrinking):
         # GOODBYE comes last: if the scheduler dies, others must know that the node has left.
         return out + self._after_leaving(node) + goodbye
 
-    def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
+    def _gone(self, ident: bytes, why: str, now: float) -> list[Output]:
         """Remove a node whose connection has ended.
 
         A server is replaced if that is possible, and a leaving node may go. Otherwise, the job
@@ -438,6 +454,7 @@ class Membership(Shrinking):
         """Remove a node from all of the job's accounts."""
         self._roster.leave(node)
         if node.role == "worker":
+            self._order = [rank for rank in self._order if rank != node.rank]
             self._stalls.leave(node.rank)
             if self._roots.get(node.rank // self.processes) == node.ident:
                 del self._roots[node.rank // self.processes]

@@ -1,10 +1,10 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
 A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
-CONNECTED, DEPART, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED,
-CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY, LEFT, LOST, END, GOODBYE. To a
-scheduler that was started again, a node sends AGAIN and KNOWN, and gets RESUMED:
-docs/internals/elastic-scheduler.md.
+CONNECTED, DEPART, AT, HERE, READY, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED,
+RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY, SOON, MEET, OFF,
+LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends AGAIN and KNOWN, and
+gets RESUMED: docs/internals/elastic-scheduler.md.
 
 For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
 WATCH, TRACE, and VIEW to the observer.
@@ -18,7 +18,8 @@ for each such lane (:data:`bpsx.planning.placement.Yields`). Each worker that sp
 answers MOVED once its driver has moved.
 
 LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about servers
-that leave it. docs/internals/elastic-servers.md and elastic-departures.md have their fields.
+that leave it. docs/internals/elastic-servers.md and elastic-departures.md have their fields. AT,
+HERE, READY, SOON, MEET and OFF are about workers that join: docs/internals/elastic-joins.md.
 
 The places in PLACED and ADOPT are those that were given out first, in any term. Workers apply the
 moves of all terms themselves, also to tensors that they declare later.
@@ -29,7 +30,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -41,6 +42,9 @@ KNOWN_BYTES = 2 << 20
 MOST_PLACES = 1 << 15
 #: Most tensors in one WAITING. A report may take several messages; "last" marks the last one.
 MOST_ITEMS = 4096
+
+#: Fields of TERM, in the order of AGAIN's ``terms``.
+TERM_FIELDS = ("term", "moves", "text", "missed", "yields", "dropped", "living", "entered")
 
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
@@ -100,6 +104,10 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "MOVED": {"term": _POSITION, "partitions": (int, 0, 2**40), "again": (int, 0, 2**62)},
     #: A sender has connected to all lanes of a server that joins the running job, or ``failure``.
     "CONNECTED": {"server": _POSITION, "failure": _TEXT},
+    #: A worker has passed so many boundaries; it has stopped; a newcomer has connected.
+    "AT": {"meeting": _POSITION, "boundary": (int, 0, 2**62)},
+    "HERE": {"meeting": _POSITION},
+    "READY": {"meeting": _POSITION},
     #: A server has to end and asks to leave the running job: the reply is GOODBYE or STAY.
     "DEPART": {"why": _TEXT},
     "BYE": {"failure": _TEXT},

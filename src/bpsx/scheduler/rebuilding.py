@@ -10,9 +10,10 @@ from typing import Any
 
 from bpsx.scheduler.arrivals import Arrival, lanes_message
 from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.growing import Newcomer
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.registry import RegisteredTensor
-from bpsx.scheduler.reports import Report, parse
+from bpsx.scheduler.reports import Report, Term, parse
 from bpsx.scheduler.returning import Returning, slots_given
 from bpsx.scheduler.roster import Node
 from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
@@ -33,13 +34,13 @@ class Rebuilding(Membership):
         super().__init__(*given, **named)
         self._wait, self._grace = wait, grace
         self._jobs: dict[int, Returning] = {}
-        self._hellos: dict[bytes, dict[str, Any]] = {}  # of servers that gather
+        self._hellos: dict[bytes, dict[str, Any]] = {}  # of nodes that gather
 
     # ---- nodes that come back
 
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle a node's HELLO."""
-        if m["role"] == "server" and self.state is JobState.WAITING:
+        if self.state is JobState.WAITING:
             self._hellos[ident] = m
         return super().hello(ident, m)
 
@@ -118,9 +119,9 @@ class Rebuilding(Membership):
         for number, job in list(self._jobs.items()):
             if self.state is JobState.WAITING and job.complete(now):
                 del self._jobs[number]
-                servers, out = self._turn_away_others()
+                others, out = self._turn_away_others()
                 out += self._restore(number, job, now)
-                return out + [o for ident, m in servers for o in self.hello(ident, m)]
+                return out + [o for ident, m in others for o in self.hello(ident, m)]
             if job.late(now):
                 text = (
                     f"{job.missing()} did not come back within {self._wait:g} s"
@@ -132,15 +133,12 @@ class Rebuilding(Membership):
         return []
 
     def _turn_away_others(self) -> tuple[list[tuple[bytes, dict[str, Any]]], list[Output]]:
-        """Refuse the nodes of all other jobs; returns the HELLOs of servers, which may join."""
-        text = "another job has begun at the scheduler's address"
-        out = self._dismiss(text)
+        """Refuse the nodes of all other running jobs; returns the HELLOs of new nodes."""
+        out = self._dismiss("another job has begun at the scheduler's address")
         for node in list(self.nodes.values()):
             self._roster.drop(node, PresenceEvent.WITHDREW)
-            if node.ident not in self._hellos:
-                out.append(_refuse(node.ident, text, over=True))
-        servers, self._hellos = list(self._hellos.items()), {}
-        return servers, out
+        others, self._hellos = list(self._hellos.items()), {}
+        return others, out
 
     def _dismiss(self, text: str) -> list[Output]:
         """Refuse the nodes that have come back."""
@@ -183,15 +181,43 @@ class Rebuilding(Membership):
         if failure := next((r.failure for r in back if r.failure), None):
             return out + self._fail(failure)
         out += self._send_lanes(job, known) + self._send_terms(job, longest)
-        out += self._skip_terms(job)
-        out += self._lose_absent([known[rank] for rank in absent], now)
-        out += self._drop_again(job, now)
-        if self.state is JobState.RUNNING:
-            out += self._send_errors(job) + self._send_left(job, servers)
-            out += self._restore_joins(job, servers)
-        for r in back:
-            if r.bye is not None:
-                out += self.bye(r.ident, {"failure": r.bye}, now)
+
+        def catch_up() -> list[Output]:
+            done = self._skip_terms(job)
+            done += self._lose_absent([known[rank] for rank in absent], now)
+            done += self._drop_again(job, now)
+            if self.state is JobState.RUNNING:
+                done += self._send_errors(job) + self._send_left(job, servers)
+                done += self._restore_joins(job, servers)
+            for r in back:
+                if r.bye is not None:
+                    done += self.bye(r.ident, {"failure": r.bye}, now)
+            return done + self._to_all({"type": "OFF", "meeting": 0, "text": "the scheduler died"})
+
+        term, ranks = job.unfinished_entry()
+        if not ranks:
+            return out + catch_up()
+        self._held.append(catch_up)
+        gone = [known[rank].ident for rank in absent]
+        return out + self._finish_entry(job, term, ranks, gone, now)
+
+    def _finish_entry(
+        self, job: Returning, term: int, ranks: list[int], absent: list[bytes], now: float
+    ) -> list[Output]:
+        """Let workers enter of which some servers have heard, and no worker. They have ended.
+
+        ``absent``: servers that have not come back.
+        """
+        assert self.terms is not None and job.longest is not None
+        for rank in ranks:
+            ghost = Node(b"newcomer %d" % rank, "worker", rank, "lost", 0, [], job.longest.config)
+            self._newcomers[ghost.ident] = Newcomer(ghost, now, welcomed=True)
+        why, ghosts = "the scheduler died as it entered", list(self._newcomers)
+        self._held.append(lambda: [out for i in ghosts for out in self.gone(i, why, now)])
+        self._joins.generation = max(r.joins for r in job.workers.values())
+        out = self._resume_entering(term, now)
+        for ident in absent:
+            out += self._release(self._joins.lost(ident))
         return out
 
     def _refuse_servers(self, job: Returning, replaced: set[int]) -> list[Output]:
@@ -216,15 +242,16 @@ class Rebuilding(Membership):
     def _skip_terms(self, job: Returning) -> list[Output]:
         """Use up the numbers of terms of which only servers have heard, as a worker was lost.
 
-        Their lanes ignore everything from earlier terms.
+        Lanes may have begun them, or ignore everything from earlier terms.
         """
         assert self.terms is not None
         known = [term for r in job.servers.values() for term in r.dropped.values()]
+        known += [r.heard for r in job.servers.values()]
         out: list[Output] = []
         while self.terms.number < max(known, default=0):
             number = self.terms.skip()
             text = f"term {number}: the scheduler died while it told of a lost worker"
-            term = term_message(number, [], text, False)
+            term = self._new_term([], text)
             out += [(w.ident, term) for w in self._roster.live.values()]
         return out
 
@@ -232,13 +259,16 @@ class Rebuilding(Membership):
         """Begin a term without each worker of whose loss only servers have heard."""
         assert self.terms is not None
         out: list[Output] = []
-        for rank in sorted(job.dropped - set(self.terms.dropped)):
+        told = "a server knows that it was lost"
+        never = "it did not come back after the scheduler's death"
+        lost = [(rank, told) for rank in sorted(job.dropped - set(self.terms.dropped))]
+        lost += [(rank, never) for rank in job.absent_workers()]
+        for rank, why in lost:
             if self.state is not JobState.RUNNING:
                 break
             node = self._roster.workers[rank]
             self._remove(node)
-            text = f"{node} is gone: a server knows that it was lost"
-            out += self._lost(node, text, now)
+            out += self._lost(node, f"{node} is gone: {why}", now)
         return out
 
     def _fill_roster(
@@ -257,8 +287,8 @@ class Rebuilding(Membership):
             Node(b"left %d" % rank, "worker", rank, host, pid, [], options)
             for rank, (host, pid) in job.left.items()
         ]
-        told = {rank for t in longest.terms for rank in t.dropped} if longest is not None else set()
-        for rank in sorted(job.dropped):
+        told = job.told_dropped
+        for rank in sorted({*told, *job.dropped, *job.absent_workers()}):
             # Where it was is not known any more.
             node = Node(b"dropped %d" % rank, "worker", rank, "lost", 0, [], options)
             nodes.append(node)
@@ -292,23 +322,24 @@ class Rebuilding(Membership):
         """Restore terms, placement and registry. ``known``: the servers, by rank."""
         workers = job.workers
         placement = self._arrange([known[rank] for rank in range(self.num_server)])
-        for rank in {*job.left, *job.dropped}:
+        for rank in {*job.left, *job.dropped, *job.told_dropped}:
             self._stalls.leave(rank)
             self._roots.pop(rank // self.processes, None)
         assert self.terms is not None and self.registry is not None
         self._restore_late(job, known)
         told = []
         for term in longest.terms:
+            of = [known[job.lane_servers[lane]] for lane, _ in term.moves[:1]]
             if term.dropped:
-                of = [self._roster.workers[term.dropped[0]]]
-                self.terms.dropped.update((rank, term.number) for rank in term.dropped)
-            else:
-                of = [known[job.lane_servers[lane]] for lane, _ in term.moves[:1]]
+                of = [Node(b"", "worker", term.dropped[0], "lost", 0)]
+            self._restore_workers(term)
             to = "other servers" if term.yields else ""
             name = str(of[0]) if of else ""
             told.append(Told(term.number, name, term.moves, term.missed, term.yields, to))
             self.losses += [Loss(node, term.text, term.text) for node in of]
         self.restored = len(self.losses)
+        self._history = [_message(term) for term in longest.terms]
+        self._order = [rank for rank in job.order_of_entry() if rank in self._roster.live]
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
         departed = [rank for rank in job.left if self._speaks_rank(rank)]
@@ -324,6 +355,15 @@ class Rebuilding(Membership):
         placement.restore(replaced, slots_given(workers.values(), longest), places, yields)
         self.look_for_uneven(now)
         self.registry.restore(tensors, max(r.key for r in workers.values()))
+
+    def _restore_workers(self, term: Term) -> None:
+        """Note the workers that were lost or have entered in a term."""
+        assert self.terms is not None
+        for rank in term.dropped:
+            self.terms.dropped[rank] = term.number
+        for rank in term.entered:
+            self.terms.dropped.pop(rank, None)
+            self.entered[rank] = term.number
 
     def _restore_late(self, job: Returning, known: dict[int, Node]) -> None:
         """Restore the servers that came after the job had begun.
@@ -369,13 +409,7 @@ class Rebuilding(Membership):
             for term in longest.terms
             if term.dropped
         ]
-        return [
-            (
-                ident,
-                term_message(t.number, t.moves, t.text, t.missed, t.yields, t.dropped, t.living),
-            )
-            for ident, t in told
-        ]
+        return [(ident, _message(term)) for ident, term in told]
 
     def _lose_absent(self, absent: list[Node], now: float) -> list[Output]:
         """Handle the loss of the servers that have not come back.
@@ -432,18 +466,24 @@ class Rebuilding(Membership):
             out += [(w.ident, left) for r, w in self._roster.live.items() if r in neighbours]
         return out
 
+    def _entries_after(self, terms: int) -> int:
+        """Number of later terms in which workers have entered."""
+        return sum(bool(term["entered"]) for term in self._history[terms:])
+
     def _restore_joins(self, job: Returning, servers: dict[int, Report]) -> list[Output]:
         """Go on with join(): tell workers that it is over, or holders of marks who has joined."""
         workers, live = job.workers, self._roster.live
-        generation = max(r.joins for r in workers.values())
+        # Each TERM with newcomers counts as a join, and may have been sent just now.
+        joins = {r.ident: r.joins + self._entries_after(len(r.terms)) for r in workers.values()}
+        generation = max(*joins.values(), self._joins.generation)
         self._joins.generation = generation
-        last = next(r.last for r in workers.values() if r.joins == generation)
+        last = next((r.last for r in workers.values() if r.joins == generation), -1)
         out: list[Output] = [
-            (r.ident, {"type": "ALL_JOINED", "last": last})
-            for r in workers.values()
-            if r.joins < generation
+            (ident, {"type": "ALL_JOINED", "last": last})
+            for ident, count in joins.items()
+            if count < generation
         ]
-        joined = [r.rank for r in workers.values() if r.joins == generation and r.joined]
+        joined = [r.rank for r in workers.values() if joins[r.ident] == generation and r.joined]
         marked = {rank for r in servers.values() if r.cleared == generation for rank in r.marked}
         joined += [rank for rank in marked if rank in job.left]
         for rank in joined:
@@ -465,6 +505,12 @@ class Rebuilding(Membership):
 
 def _refuse(ident: bytes, reason: str, over: bool) -> Output:
     return ident, {"type": "REFUSED", "reason": reason, "over": over}
+
+
+def _message(t: Term) -> dict[str, Any]:
+    return term_message(
+        t.number, t.moves, t.text, t.missed, t.yields, t.dropped, t.living, t.entered
+    )
 
 
 def _merge(workers: list[Report]) -> dict[tuple[str, int], RegisteredTensor]:

@@ -30,8 +30,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Term:
-    """A term as TERM told it. ``missed``: a sender had left before. ``dropped``: lost workers.
-    ``living``: workers that were left then.
+    """A term as TERM told it.
+
+    ``missed``: a sender had left before. ``dropped``, ``entered``: workers that were lost or have
+    joined. ``living``: number of workers then.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Term:
     yields: Yields
     dropped: list[int]
     living: int
+    entered: list[int]
 
 
 @dataclass
@@ -82,6 +85,8 @@ class Report:
     marked: list[int] = field(default_factory=list)
     left: dict[int, tuple[str, int]] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
+    entered: dict[int, int] = field(default_factory=dict)
+    heard: int = 0
 
     def add(self, m: dict[str, Any]) -> None:
         """Take a KNOWN."""
@@ -120,6 +125,8 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     if report.role == "server":
         report.marked = [_number(rank) for rank in state["joined"]]
         report.dropped = {_number(rank): _number(term) for rank, term in state["dropped"]}
+        report.heard = _number(state["heard"])
+        report.entered = {_number(rank): _number(term) for rank, term in state["entered"]}
         report.left = {_number(r): (_text(host), _number(pid)) for r, host, pid in state["left"]}
         return report
     report.servers = [
@@ -140,7 +147,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
 
 
 def _term(given: Sequence[Any]) -> Term:
-    number, moves, text, missed, yields, dropped, living = given
+    number, moves, text, missed, yields, dropped, living, entered = given
     return Term(
         _number(number),
         [(_number(lane), _targets(targets)) for lane, targets in moves],
@@ -149,6 +156,7 @@ def _term(given: Sequence[Any]) -> Term:
         [(_number(lane), _number(limit), _targets(targets)) for lane, limit, targets in yields],
         [_number(rank) for rank in dropped],
         _number(living),
+        [_number(rank) for rank in entered],
     )
 
 

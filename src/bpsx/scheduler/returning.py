@@ -5,10 +5,11 @@ docs/internals/elastic-scheduler.md says when they suffice to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from bpsx.scheduler.reports import Report
 from bpsx.scheduler.roster import names
+from bpsx.scheduler.terms import fixed_workers
 
 #: Seconds for which a server may stay away whose connections to a worker have ended, after all
 #: workers have come.
@@ -46,9 +47,59 @@ class Returning:
     @property
     def dropped(self) -> set[int]:
         """The ranks of lost workers without which the job goes on, as some node has heard."""
-        told = {rank for r in self._whole("server").values() for rank in r.dropped}
-        terms = (term for r in self._whole("worker").values() for term in r.terms)
-        return told | {rank for term in terms for rank in term.dropped}
+        lost: dict[int, int] = {}
+        entered: dict[int, int] = {}
+        for server in self._whole("server").values():
+            _note_latest(lost, server.dropped.items())
+            _note_latest(entered, server.entered.items())
+        for worker in self._whole("worker").values():
+            for term in worker.terms:
+                _note_latest(lost, ((rank, term.number) for rank in term.dropped))
+                _note_latest(entered, ((rank, term.number) for rank in term.entered))
+        return {rank for rank, term in lost.items() if term > entered.get(rank, 0)}
+
+    @property
+    def told_dropped(self) -> set[int]:
+        """The ranks of lost workers, as the worker knows that has heard of most terms."""
+        found: set[int] = set()
+        for term in self.longest.terms if self.longest is not None else ():
+            found = (found | set(term.dropped)) - set(term.entered)
+        return found
+
+    def unfinished_entry(self) -> tuple[int, list[int]]:
+        """A term of which only servers have heard, in which workers were to enter, and those.
+
+        (0, []): there is none.
+        """
+        terms = len(self.longest.terms) if self.longest is not None else 0
+        told = [item for r in self.servers.values() for item in r.entered.items()]
+        ranks = sorted({rank for rank, term in told if term > terms})
+        return (max(term for _, term in told), ranks) if ranks else (0, [])
+
+    def _can_lose(self, absent: Sequence[int]) -> bool:
+        """Whether the job can go on without the workers that have not come back.
+
+        At most one scheduler can have more than half of the workers, or half of them with the one
+        that entered first.
+        """
+        if (
+            self.left
+            or not self.workers
+            or fixed_workers([r.config for r in self.reports.values()])
+        ):
+            return False
+        first = next(iter(self.workers.values()))
+        if first.config["BPSX_LOCAL_REDUCE"] and first.config["BYTEPS_LOCAL_SIZE"] > 1:
+            return False
+        here, living = len(self.workers), self.order_of_entry()
+        return 2 * here > len(living) or 2 * here == len(living) and living[0] not in absent
+
+    def order_of_entry(self) -> list[int]:
+        """The living workers in the order of entry, as far as the workers know that are back."""
+        order = list(range(next(iter(self.reports.values())).size))
+        for term in self.longest.terms if self.longest is not None else ():
+            order = [rank for rank in order if rank not in term.dropped] + term.entered
+        return order
 
     @property
     def workers(self) -> dict[int, Report]:
@@ -86,9 +137,9 @@ class Returning:
         return {rank: who for rank, who in told if rank not in back}
 
     def absent_workers(self) -> list[int]:
-        """The ranks that have neither come nor left."""
+        """The ranks that should come and have neither come nor left."""
         size = max((report.size for report in self.reports.values()), default=0)
-        there = {*self.workers, *self.left, *self.dropped}
+        there = {*self.workers, *self.left, *self.dropped, *self.unfinished_entry()[1]}
         return [rank for rank in range(size) if rank not in there]
 
     @property
@@ -128,12 +179,20 @@ class Returning:
         return [rank for rank in range(len(self.known_servers)) if rank not in there]
 
     def complete(self, now: float) -> bool:
-        """Whether the job can go on: all workers are back, and servers have had their time."""
-        if self.absent_workers():
+        """Whether the job can go on: all workers are back, and servers have had their time.
+
+        It can also go on without workers that have had their time, if it may lose some. Those whose
+        connections to a server have ended get as much as servers.
+        """
+        lost = self.absent_workers()
+        if lost and not self._can_lose(lost):
             self._met = None
             return False
         self._met = now if self._met is None else self._met
         absent, longest = self.absent_servers(), self.longest
+        if lost:
+            cut = {rank for r in self.servers.values() for rank in r.broken}
+            return now >= self._deadline or cut >= {*lost} and now - self._met >= self._grace
         if not absent or longest is None:
             return True
         of = self.lane_servers
@@ -143,8 +202,9 @@ class Returning:
         return now - self._met >= (min(_BROKEN_SECONDS, self._grace) if gone else self._grace)
 
     def late(self, now: float) -> bool:
-        """Whether workers have stayed away for too long."""
-        return now >= self._deadline and bool(self.absent_workers())
+        """Whether workers have stayed away for too long that the job needs."""
+        lost = self.absent_workers()
+        return now >= self._deadline and bool(lost) and not self._can_lose(lost)
 
     def missing(self) -> str:
         """The nodes that have not come, as text for messages."""
@@ -152,6 +212,12 @@ class Returning:
             [f"worker {rank}" for rank in self.absent_workers()]
             + [f"server {rank}" for rank in self.absent_servers()]
         )
+
+
+def _note_latest(terms: dict[int, int], told: Iterable[tuple[int, int]]) -> None:
+    """Note the latest term of each rank in ``terms``."""
+    for rank, term in told:
+        terms[rank] = max(term, terms.get(rank, 0))
 
 
 def slots_given(workers: Iterable[Report], longest: Report) -> dict[int, int]:

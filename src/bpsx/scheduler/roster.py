@@ -113,6 +113,13 @@ class Roster:
         else:
             del self._servers[_identity(node.host, node.pid, node.lanes)], self.live_servers[ident]
 
+    def enter(self, node: Node) -> None:
+        """Add a worker that joins the running job, perhaps in the place of a lost one."""
+        node.go(PresenceEvent.ENTERED)
+        self._note(node)
+        self.workers[node.rank] = self.live[node.rank] = node
+        self.left_unjoined.pop(node.rank, None)
+
     def arrive(self, node: Node) -> None:
         """Add a server that joins the running job."""
         node.go(PresenceEvent.CAME_LATE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bpsx.scheduler.balancing import Balancing
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.roster import Node
-from bpsx.scheduler.surviving import Loss, term_message
+from bpsx.scheduler.surviving import Loss
 from bpsx.scheduler.terms import ELASTIC, SHRINK, fixed_workers
 
 
@@ -66,8 +66,6 @@ class Shrinking(Balancing):
             " workers"
         )
         self.losses.append(Loss(node, why, text))
-        message = term_message(
-            self.terms.number, [], text, False, dropped=[node.rank], living=len(workers)
-        )
+        message = self._new_term([], text, dropped=[node.rank], living=len(workers))
         told = [*workers, *self._roster.live_servers.values()]
         return out + [(n.ident, message) for n in told] + self._process_deferred_byes()

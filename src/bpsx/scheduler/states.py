@@ -36,6 +36,7 @@ class PresenceEvent(Enum):
     STARTED = auto()  #: the last node has come
     CAME_LATE = auto()  #: HELLO of a server to a running job
     REACHED = auto()  #: the last sender has connected to it
+    ENTERED = auto()  #: a worker joins the running job
     ASKED_TO_LEAVE = auto()  #: BYE while others have not confirmed an error, or keys move
     WENT = auto()  #: BYE, or its connection ended
 
@@ -47,6 +48,7 @@ PRESENCE: Table[Presence, PresenceEvent] = Table(
             PresenceEvent.ACCEPTED: Presence.PRESENT,
             PresenceEvent.TURNED_AWAY: Presence.MISSED,
             PresenceEvent.CAME_LATE: Presence.COMING,
+            PresenceEvent.ENTERED: Presence.LIVE,
         },
         Presence.PRESENT: {
             PresenceEvent.WITHDREW: Presence.ABSENT,

@@ -62,8 +62,13 @@ def term_message(
     yields: Yields | None = None,
     dropped: Sequence[int] = (),
     living: int = 0,
+    entered: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return TERM. ``dropped``: ranks of lost workers. ``living``: number of workers left then."""
+    """Return TERM.
+
+    ``dropped``, ``entered``: ranks of workers that were lost or have joined. ``living``: number of
+    workers then.
+    """
     return {
         "type": "TERM",
         "term": number,
@@ -72,6 +77,7 @@ def term_message(
         "missed": missed,
         "yields": yields or [],
         "dropped": list(dropped),
+        "entered": list(entered),
         "living": living,
     }
 
@@ -107,6 +113,7 @@ class Surviving(Gathering):
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
         self._sender_left: Node | None = None  # the first that left in good order
+        self._history: list[dict[str, Any]] = []  # all TERMs
 
     def _fail(self, text: str) -> list[Output]:
         """End the job as failed."""
@@ -119,6 +126,14 @@ class Surviving(Gathering):
     def _process_deferred_byes(self) -> list[Output]:
         """Process the deferred BYEs for which nothing is outstanding any more."""
         raise NotImplementedError
+
+    def _new_term(
+        self, moves: Moves, text: str, missed: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        """Return TERM about the term that has just begun. ``more``: as for :func:`term_message`."""
+        assert self.terms is not None
+        self._history.append(term_message(self.terms.number, moves, text, missed, **more))
+        return self._history[-1]
 
     # ---- the loss
 
@@ -188,14 +203,18 @@ class Surviving(Gathering):
         if missed:
             text += f", but none of them can be summed any more, as {self._sender_left} has left"
         self.losses.append(Loss(node, why, text))
-        term = term_message(self.terms.number, moves, text, missed)
+        term = self._new_term(moves, text, missed)
         told = [*workers, *self._roster.live_servers.values()]
         out: list[Output] = [(n.ident, term) for n in told]
         return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
 
     def _refusal(self, m: dict[str, Any]) -> str:
-        """Return why a node may not join: a lost server learns that it has been replaced."""
-        return self._replacement(m) or super()._refusal(m)
+        """Return why a node may not join: a lost server learns that it has been replaced.
+
+        A worker that says HELLO is a new process, which may have the pid of a lost one in its
+        container.
+        """
+        return (self._replacement(m) if m["role"] == "server" else "") or super()._refusal(m)
 
     def _replacement(self, m: dict[str, Any]) -> str:
         """Tell the sender of HELLO or AGAIN ``m`` that it has been replaced, or return ""."""

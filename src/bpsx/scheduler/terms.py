@@ -152,8 +152,8 @@ class Terms:
         self.finished: list[Recovery] = []
         self.dropped: dict[int, int] = {}
         self._placement = placement
-        # Lane -> its moves in order: the number of slots that a move is about, and their targets.
-        self._moves: dict[int, list[tuple[int, list[tuple[int, int]]]]] = {}
+        # Lane -> its moves in order: term, number of slots that a move is about, and their targets.
+        self._moves: dict[int, list[tuple[int, int, list[tuple[int, int]]]]] = {}
         self._open: list[Recovery] = []
         self._unsettled: dict[int, str] = {}  # lane lost since the keys were settled -> its server
         self._lossy = False  # a server or worker was lost since the keys were settled
@@ -195,7 +195,7 @@ class Terms:
         self._latest = now
         moves = self._placement.lose(server)
         for lane, targets in moves:
-            self._moves.setdefault(lane, []).append((MOST_SLOTS, targets))
+            self._moves.setdefault(lane, []).append((self.number, MOST_SLOTS, targets))
             self._unsettled[lane] = name
         self._lossy = True
         self.state = HANDOVER.after(self.state, HandoverEvent.SERVER_LOST)
@@ -231,6 +231,12 @@ class Terms:
             Recovery(self.number, name, now, False, set(others), senders=len(others), shrinks=True)
         )
 
+    def enter(self, term: int, ranks: Iterable[int]) -> None:
+        """Begin ``term``, because workers enter; no key moves."""
+        self.number = term
+        for rank in ranks:
+            self.dropped.pop(rank, None)
+
     def balance(self) -> tuple[Yields, int]:
         """Choose keys that living servers yield to those that lack some; :meth:`give` follows.
 
@@ -248,30 +254,33 @@ class Terms:
         self.number += 1
         self._latest = now
         for lane, limit, targets in yields:
-            self._moves.setdefault(lane, []).append((limit, targets))
+            self._moves.setdefault(lane, []).append((self.number, limit, targets))
         self.state = HANDOVER.after(self.state, HandoverEvent.KEYS_YIELDED)
         recovery = Recovery(self.number, "", now, False, set(senders), senders=len(senders))
         recovery.to, recovery.nbytes = to, nbytes
         self._open.append(recovery)
 
-    def _next(self, lane: int, slot: int) -> tuple[int, int] | None:
-        """Where a slot has gone from its lane; None: it is still there."""
-        for limit, targets in self._moves.get(lane, []):
+    def _next(self, lane: int, slot: int, term: int) -> tuple[int, int] | None:
+        """Where a slot has gone from its lane up to ``term``; None: it was still there."""
+        for number, limit, targets in self._moves.get(lane, []):
             to, base = targets[slot % len(targets)]
-            if slot < limit and to != lane:
+            if number <= term and slot < limit and to != lane:
                 return to, base + slot // len(targets)
         return None
 
-    def _passed(self, lane: int, slot: int) -> Iterator[tuple[int, int]]:
-        """The places that a partition has had, from the one that it was given."""
+    def _passed(self, lane: int, slot: int, term: int) -> Iterator[tuple[int, int]]:
+        """The places that a partition has had up to ``term``, from the one that it was given."""
         place: tuple[int, int] | None = (lane, slot)
         while place is not None:
             yield place
-            place = self._next(*place)
+            place = self._next(*place, term)
 
-    def resolve(self, lane: int, slot: int) -> tuple[int, int]:
-        """Return the present lane and slot of a partition that was given ``lane`` and ``slot``."""
-        *_, now = self._passed(lane, slot)
+    def resolve(self, lane: int, slot: int, term: int | None = None) -> tuple[int, int]:
+        """Return the lane and slot of a partition that was given ``lane`` and ``slot``.
+
+        ``term``: the term about which is asked; None: the present one.
+        """
+        *_, now = self._passed(lane, slot, self.number if term is None else term)
         return now
 
     def restore(self, told: Sequence[Told], moved: Mapping[bytes, int], now: float) -> None:
@@ -305,9 +314,9 @@ class Terms:
 
     def _restore_moves(self, term: Told) -> None:
         for lane, targets in term.moves:
-            self._moves.setdefault(lane, []).append((MOST_SLOTS, targets))
+            self._moves.setdefault(lane, []).append((term.number, MOST_SLOTS, targets))
         for lane, limit, targets in term.yields:
-            self._moves.setdefault(lane, []).append((limit, targets))
+            self._moves.setdefault(lane, []).append((term.number, limit, targets))
 
     # ---- progress
 
@@ -400,7 +409,7 @@ class Terms:
         """The missed server of each partition that has one. ``places``: those of a tensor."""
         found = []
         for place in places:
-            passed = self._passed(place.lane, place.slot)
+            passed = self._passed(place.lane, place.slot, self.number)
             server = next((self._missed[lane] for lane, _ in passed if lane in self._missed), "")
             found += [server] if server else []
         return found

@@ -113,7 +113,9 @@ class Server:
             self._broken = Broken(
                 endpoints, welcome["peers"], welcome["processes"], config.heartbeat_timeout
             )
-            self._marks = Marks(len(welcome["peers"]), welcome["joins"])
+            self._marks = Marks(
+                len(welcome["peers"]), welcome["joins"], welcome["term"], welcome["dropped"]
+            )
             try:
                 self._start_lanes(endpoints, welcome)
                 link.start(
@@ -161,7 +163,7 @@ class Server:
             self._lanes.append(lane)
         # What servers that have been in the job before this one have been told.
         for rank, term in welcome["dropped"]:
-            self._drop(rank, term)
+            self._go_without(rank, term)
         for left in welcome["left"]:
             self._handle(left)
         for rank in welcome["joined"]:
@@ -271,9 +273,7 @@ class Server:
             for lane in self._lanes if news else ():
                 lane.joined(message["rank"])
         elif kind == "CLEAR":
-            news = self._marks.clear(message["generation"])
-            for lane in self._lanes if news else ():
-                lane.all_joined()
+            self._clear(message)
             self._link.send("CLEARED", generation=message["generation"])
         elif kind == "TERM":
             self._begin_term(message)
@@ -288,6 +288,17 @@ class Server:
             self._over.set()
         else:
             self._reporter.handle(message)
+
+    def _clear(self, message: dict[str, Any]) -> None:
+        """Count rounds from zero, and on workers that enter."""
+        if not self._marks.clear(message["generation"]):
+            return
+        term, ranks = message["term"], [rank for rank, _ in message["entering"]]
+        for rank, name in message["entering"]:
+            self._marks.enter(rank, term)
+            self._broken.came(rank, name)
+        for lane in self._lanes:
+            lane.all_joined(ranks, term)
 
     def _begin_term(self, message: dict[str, Any]) -> None:
         """Go on without the servers or workers that TERM names, or end if this is one of them.
@@ -304,15 +315,19 @@ class Server:
             self._drop(rank, message["term"])
 
     def _drop(self, rank: int, term: int) -> None:
-        """Go on without a worker."""
-        self._marks.drop(rank, term)
+        """Go on without a worker, unless another one has its place already."""
+        if self._marks.drop(rank, term):
+            self._go_without(rank, term)
+
+    def _go_without(self, rank: int, term: int) -> None:
         self._broken.left(rank)
         for lane in self._lanes:
             lane.drop(rank, term)
 
     def _report(self) -> Report:
         """What another scheduler has to know, after the one before has died."""
-        return self._marks.report(self._failure, self._broken.ranks), []
+        heard = max((lane.latest_term for lane in self._lanes), default=0)
+        return self._marks.report(self._failure, self._broken.ranks, heard), []
 
     def _tick(self) -> None:
         if self._link.away and self._marks.all_left:

@@ -17,7 +17,7 @@ from bpsx.core.trace.watch cimport Watch
 from bpsx.kernels.loaded cimport fill_in
 from bpsx.server.push cimport finish_takeover, push
 from bpsx.server.reply cimport flush_all, let_go, send_pong, take_acks
-from bpsx.server.drops cimport is_stale, take_drops
+from bpsx.server.drops cimport is_stale, take_drops, take_entries
 from bpsx.server.register cimport register
 from bpsx.server.rounds cimport drop_held, notice
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
@@ -65,9 +65,10 @@ cdef void decide_term(CLane *lane, uint32_t term) noexcept nogil:
 
 
 cdef void take_news(CLane *lane) noexcept nogil:
-    """Handle what other threads have said of workers that have left, joined or are lost."""
+    """Handle what other threads have said of workers that left, joined, were lost or entered."""
     cdef uint32_t term
     notice(lane)
+    take_entries(lane)
     if take_drops(lane):
         look_at_yields(lane)
         # Fewer senders have to speak: all may have been said.
@@ -140,10 +141,6 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
     if atomic_load(&lane.absent.news):
         # A message that was sent after all had joined must not meet marks from before.
         take_news(lane)
-    if more > 0 and lane.absent.lost[m.peer]:
-        lane.counters.stale += 1
-        let_go(lane, m)
-        return
     if lane.watch != NULL:
         note_message(lane.watch, m)
     while more > 0:
@@ -152,6 +149,8 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
             break
         if h.job != lane.settings.job or h.sender != m.peer:
             more = -1
+        elif lane.absent.lost[m.peer] and h.kind != PING:   # one that is about to enter greets
+            lane.counters.stale += 1
         else:
             rc = handle_record(
                 lane, &h, m if body != NULL and body == m.body else NULL, body, &kept
@@ -288,6 +287,7 @@ cdef class Lane:
         self.c.absent.gone = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.joined = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.dropped = <int64_t *>calloc(senders, sizeof(int64_t))
+        self.c.absent.entered = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.lost = <bint *>calloc(senders, sizeof(bint))
         self.c.absent.skipped = <bint *>calloc(senders, sizeof(bint))
         self.logger = log
@@ -300,7 +300,8 @@ cdef class Lane:
         if (
             self.c.outs == NULL or self.c.beside == NULL or self.c.absent.gone == NULL
             or self.c.absent.joined == NULL or self.c.absent.skipped == NULL
-            or self.c.absent.dropped == NULL or self.c.absent.lost == NULL
+            or self.c.absent.dropped == NULL or self.c.absent.entered == NULL
+            or self.c.absent.lost == NULL
         ):
             raise MemoryError(f"no memory for {senders} senders")
 
@@ -362,9 +363,16 @@ cdef class Lane:
         atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
-    def all_joined(self) -> None:
-        """All workers are back: forget :meth:`joined` before any message that arrives later."""
+    def all_joined(self, entering=(), int64_t term=0) -> None:
+        """All workers are back: forget :meth:`joined` before any message that arrives later.
+
+        ``entering``: senders that were lost or vacant, and live from ``term`` on.
+        """
         cdef int i
+        for i in entering:
+            self._check(i, term)
+            atomic_store(&self.c.absent.dropped[i], 0)
+            atomic_store(&self.c.absent.entered[i], term)
         for i in range(self.c.settings.senders):
             atomic_store(&self.c.absent.joined[i], 0)
         atomic_add(&self.c.absent.joins, 1)
@@ -376,12 +384,21 @@ cdef class Lane:
 
         Raises :class:`ValueError` if this lane's job cannot do that.
         """
-        cdef int senders = <int>self.c.settings.senders
-        if not self.c.settings.shrinks or not 0 <= sender < senders or term < 1:
-            raise ValueError(f"sender {sender} cannot be dropped in term {term}")
+        self._check(sender, term)
         atomic_store(&self.c.absent.dropped[sender], term)
         atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
+
+    def _check(self, sender: int, term: int) -> None:
+        """Raise :class:`ValueError` if a sender cannot be lost or enter in a term."""
+        cdef int senders = <int>self.c.settings.senders
+        if not self.c.settings.shrinks or not 0 <= sender < senders or term < 1:
+            raise ValueError(f"sender {sender} cannot be lost or enter in term {term}")
+
+    @property
+    def latest_term(self) -> int:
+        """The latest term of which a worker has said something to this lane; any thread."""
+        return atomic_load(&self.c.terms.latest)
 
     def stop(self) -> None:
         """Make :meth:`run` return."""
@@ -440,5 +457,6 @@ cdef class Lane:
         free(self.c.absent.gone)
         free(self.c.absent.joined)
         free(self.c.absent.dropped)
+        free(self.c.absent.entered)
         free(self.c.absent.lost)
         free(self.c.absent.skipped)

@@ -29,7 +29,7 @@ class Broken:
         """``workers``: names by rank. ``processes``: workers that share a connection to a lane."""
         self._endpoints, self._workers, self._processes, self._patience = (
             endpoints,
-            workers,
+            list(workers),
             processes,
             patience,
         )
@@ -76,6 +76,12 @@ class Broken:
     def left(self, rank: int) -> None:
         """Record that worker ``rank`` has left, as the scheduler reports."""
         self._left.add(rank // self._processes)
+        self._lost.pop(rank // self._processes, None)
+
+    def came(self, rank: int, name: str) -> None:
+        """Record that worker ``rank`` has entered the job, perhaps in the place of a lost one."""
+        self._workers[rank] = name
+        self._left.discard(rank // self._processes)
         self._lost.pop(rank // self._processes, None)
 
     def verdict(self) -> str:

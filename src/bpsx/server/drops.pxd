@@ -1,13 +1,14 @@
-# Workers that the job has lost and goes on without: the lane takes all of its keys over anew.
-# docs/internals/elastic-workers.md describes the protocol.
+# Workers that the job has lost and goes on without: the lane takes all of its keys over anew. And
+# workers that enter the running job.
+# docs/internals/elastic-workers.md and elastic-joins.md describe the protocols.
 from libc.stdint cimport uint32_t
 
 from bpsx.core.wire cimport Header
 from bpsx.server.lane cimport Lane
 from bpsx.server.rounds cimport drop_pushes
 from bpsx.server.store cimport ASKING, KeyState, forget_round
-from bpsx.server.takeover cimport begin_takeover, end_takeover, is_gathered
-from bpsx.system.sync cimport atomic_load
+from bpsx.server.takeover cimport begin_takeover, end_takeover, gathering_of, is_gathered
+from bpsx.system.sync cimport atomic_load, atomic_store
 
 
 cdef inline bint is_stale(Lane *lane, Header *h) noexcept nogil:
@@ -56,6 +57,10 @@ cdef inline uint32_t note_drops(Lane *lane) noexcept nogil:
             continue
         if not lane.absent.lost[sender]:
             lane.absent.living -= 1
+            # Another worker may get its place.
+            lane.outs[sender].n_settled, lane.outs[sender].settled_bytes = 0, 0
+            if lane.endpoint.drop != NULL:
+                lane.endpoint.drop(lane.endpoint.self, sender)
         lane.absent.lost[sender] = lane.absent.skipped[sender] = lane.absent.any_skipped = True
         latest = max(latest, term)
     return latest
@@ -76,3 +81,40 @@ cdef inline bint take_drops(Lane *lane) noexcept nogil:
         if e != NULL and e.term < latest and not renew(lane, e, latest):
             lane.counters.dropped += 1
     return True
+
+
+cdef inline uint32_t note_entries(Lane *lane) noexcept nogil:
+    """Note the senders that have entered since the last call.
+
+    Returns the latest term from which one lives, 0: there are none.
+    """
+    cdef uint32_t sender, term, latest = 0
+    for sender in range(lane.settings.senders):
+        term = <uint32_t>atomic_load(&lane.absent.entered[sender])
+        if term == 0:
+            continue
+        atomic_store(&lane.absent.entered[sender], 0)
+        if lane.absent.lost[sender]:
+            lane.absent.living += 1
+        lane.absent.lost[sender] = lane.absent.skipped[sender] = False
+        latest = max(latest, term)
+    return latest
+
+
+cdef inline void take_entries(Lane *lane) noexcept nogil:
+    """Count on senders that have entered. No round is open, and all have all outcomes.
+
+    Without memory for the term the lane ends.
+    """
+    cdef uint32_t i, latest = note_entries(lane)
+    if latest == 0:
+        return
+    if gathering_of(lane, latest) == NULL:
+        lane.counters.dropped += 1
+        return
+    lane.terms.at[latest].over = True       # nobody has anything to say of its keys
+    lane.terms.era = max(lane.terms.era, latest)
+    for i in range(lane.keys.n):
+        if lane.keys.at[i] != NULL:
+            end_takeover(lane, lane.keys.at[i])
+            lane.keys.at[i].term = latest

@@ -39,9 +39,11 @@ cdef struct Rebuilds:           # compressed keys whose state has to be rebuilt
 cdef struct Terms:
     Gathered *at                # by term
     uint32_t n
+    int64_t latest              # of which a worker has said something; any thread reads it
     uint32_t joins              # joins of all workers that have ended; see Have.joins
     uint32_t born               # latest term before the lane began: it gets no key in it
-    # latest term in which a worker was dropped; what was sent before is ignored (drops.pxd)
+    # latest term in which a worker was dropped or entered; what was sent before is ignored
+    # (drops.pxd)
     uint32_t era
 
 cdef struct Yield:              # slots that the lane yields in a term: server/yields.pxd
@@ -92,13 +94,15 @@ cdef struct Keys:
     Slabs slabs                 # memory of the states
     KeyState *spare             # states of keys that have left, by KeyState.spare
 
-# Workers that left, joined or were lost; any thread sets `news`, gone, joined, dropped.
+# Workers that left, joined, were lost or have entered; any thread sets `news`, gone, joined,
+# dropped, entered.
 cdef struct Absent:
     int64_t news                # one of these has changed since the last notice()
     int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
     bint any_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
     int64_t *dropped            # by sender: term in which the job has lost it; 0: it has not
+    int64_t *entered            # by sender: term from which it lives, as nobody has noted yet; or 0
     # The last two as of the last notice(): they must not change while the lane handles a push.
     bint *lost
     bint *skipped               # it has joined, or is lost

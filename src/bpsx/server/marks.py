@@ -15,23 +15,44 @@ class Marks:
 
     ``cleared``: number of joins whose marks have been cleared. ``joined``: ranks that have joined
     since. ``dropped``: lost workers, and the term since which the job goes on without each.
+    ``entered``: workers that have joined late, and the term from which each lives.
     """
 
-    def __init__(self, workers: int, cleared: int = 0) -> None:
-        """``workers``: number of worker processes in the job. ``cleared``: as WELCOME says."""
+    def __init__(
+        self, workers: int, cleared: int = 0, term: int = 0, dropped: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """``workers``: number of worker processes in the job.
+
+        ``cleared``, ``term`` (the latest before this server began), ``dropped``: as WELCOME says.
+        """
+        self._born = term
         self._workers = workers
         self.cleared = cleared
         self.joined: set[int] = set()
-        self.dropped: dict[int, int] = {}
+        self.dropped: dict[int, int] = dict(dropped)
+        self.entered: dict[int, int] = {}
         self._left: dict[int, tuple[str, int]] = {}  # rank -> host, pid
 
     def leave(self, rank: int, host: str, pid: int) -> None:
         """LEFT."""
         self._left[rank] = (host, pid)
 
-    def drop(self, rank: int, term: int) -> None:
-        """TERM: the job goes on without a lost worker."""
-        self.dropped[rank] = max(term, self.dropped.get(rank, 0))
+    def enter(self, rank: int, term: int) -> None:
+        """CLEAR: a worker enters, in the place of a lost one."""
+        self.dropped.pop(rank, None)
+        self.entered[rank] = term
+
+    def drop(self, rank: int, term: int) -> bool:
+        """TERM: the job goes on without a lost worker. Returns whether it is news.
+
+        It is not, if another worker has entered in its place since.
+        """
+        known = rank in self.dropped or rank in self.entered
+        since = max(self.entered.get(rank, 0), self.dropped.get(rank, 0))
+        if term <= (since if known else self._born):
+            return False
+        self.dropped[rank] = term
+        return True
 
     def join(self, rank: int, generation: int) -> bool:
         """JOINED; returns whether it is news."""
@@ -53,11 +74,11 @@ class Marks:
         """Whether no worker can need this server any more."""
         return len({*self._left, *self.dropped}) == self._workers
 
-    def report(self, failure: str, broken: Iterable[int]) -> dict[str, Any]:
+    def report(self, failure: str, broken: Iterable[int], heard: int) -> dict[str, Any]:
         """AGAIN's fields.
 
         ``failure``: why the job has failed here, or "". ``broken``: ranks of workers whose
-        connections have ended.
+        connections have ended. ``heard``: the latest term of which workers have told a lane.
         """
         return {
             "size": self._workers,
@@ -67,6 +88,8 @@ class Marks:
                 "joined": sorted(self.joined),
                 "left": [[rank, host, pid] for rank, (host, pid) in sorted(self._left.items())],
                 "dropped": sorted(self.dropped.items()),
+                "entered": sorted(self.entered.items()),
                 "broken": sorted(broken),
+                "heard": heard,
             },
         }

@@ -23,6 +23,7 @@ from bpsx.server.store cimport (
     ASKING, GATHERING, TAKEN, Have, HeldPush, KeyState, Takeover, memory_for,
 )
 from bpsx.system.arrays cimport make_room
+from bpsx.system.sync cimport atomic_store
 from bpsx.transports.abi cimport Message
 
 cdef enum:
@@ -40,6 +41,8 @@ cdef inline Gathered *gathering_of(Lane *lane, uint32_t term) noexcept nogil:
         &lane.terms.at, &lane.terms.n, term + 1, sizeof(Gathered)
     ):
         return NULL
+    if term > lane.terms.latest:
+        atomic_store(&lane.terms.latest, term)
     return &lane.terms.at[term]
 
 

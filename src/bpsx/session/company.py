@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from bpsx.errors import ConfigError, PeerLostError
 
@@ -11,18 +11,29 @@ class Company:
     """The living workers of a job, as one of them sees it.
 
     Worker numbers never change; messages and logs show them. Scripts see places among the living
-    workers, without gaps. One thread calls :meth:`lose`, any thread the others.
+    workers in the order of entry, without gaps. One thread calls :meth:`lose` and :meth:`enter`,
+    any thread the others.
     """
 
-    def __init__(self, number: int, size: int) -> None:
-        """``number``: this worker's. ``size``: number of workers at the job's beginning."""
-        self._number, self._living = number, list(range(size))
+    def __init__(self, number: int, numbers: Sequence[int]) -> None:
+        """``number``: this worker's. ``numbers``: those of all, in the order of entry."""
+        self._number, self._living = number, list(numbers)
         #: What cannot go on without any of the workers; "": nothing.
         self.needed_by = ""
 
     def lose(self, numbers: Collection[int]) -> None:
         """The job goes on without these workers."""
         self._living = [number for number in self._living if number not in numbers]
+
+    def enter(self, numbers: Collection[int]) -> None:
+        """These workers join the job."""
+        old = [number for number in self._living if number not in numbers]
+        self._living = [*old, *numbers]
+
+    @property
+    def has_me(self) -> bool:
+        """Whether this worker is one of them, not a newcomer that has yet to hear that it is in."""
+        return self._number in self._living
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bpsx.core._tensor import Declaration
-from bpsx.scheduler.messages import KNOWN_BYTES, MOST_PLACES
+from bpsx.scheduler.messages import KNOWN_BYTES, MOST_PLACES, TERM_FIELDS
 
 Place = tuple[int, int, int, int]
 Name = tuple[str, int]
@@ -22,12 +22,13 @@ class Decisions:
 
     ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of servers that have
     ended, of which no term has moved keys when it was told. ``terms``: number, moves, text, whether
-    results may have gone with a worker, what living lanes yield, ranks of lost workers, and the
-    number of workers left. ``moved``: the latest term to which this worker has moved, partitions,
-    bytes pushed again. ``reset``: status and text of the latest stall. ``joins``: number of joins
-    that all have completed; ``last``: the rank that came last to the latest. ``cleared``: number of
-    joins whose marks this machine's root has cleared. ``doubt``: status and text, if this worker
-    has asked to end the job.
+    results may have gone with a worker, what living lanes yield, ranks of lost workers, number of
+    workers then, and ranks of workers that have joined. ``moved``: the latest term to which this
+    worker has moved, partitions, bytes pushed again. ``reset``: status and text of the latest
+    stall. ``joins``: number of joins that all have completed, and of terms in which workers have
+    entered; ``last``: the rank that came last to the latest join. ``cleared``: number of joins
+    whose marks this machine's root has cleared. ``doubt``: status and text, if this worker has
+    asked to end the job.
     """
 
     def __init__(self, servers: list[Any], keep: bool) -> None:
@@ -55,8 +56,7 @@ class Decisions:
 
     def begin_term(self, message: dict[str, Any]) -> None:
         """TERM."""
-        fields = ("term", "moves", "text", "missed", "yields", "dropped", "living")
-        self.terms.append([message[field] for field in fields])
+        self.terms.append([message[field] for field in TERM_FIELDS])
 
     def come(self, message: dict[str, Any]) -> None:
         """LANES."""

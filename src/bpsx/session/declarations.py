@@ -165,7 +165,7 @@ class Declarations:
             if declared.tensor is not None:
                 self._core.fail_tensor(declared.tensor, status, text)
             # Whether this worker's script gets the error. In join() it makes no push_pulls.
-            used = declared.uses > 0 or self._life.in_join
+            used = declared.uses > 0 or self._life.halted
             if not used and self._generations[name] == generation + 1:
                 # A worker that has not used it yet gets the error when it does.
                 self._generations[name] = generation
@@ -280,7 +280,7 @@ class Declarations:
         ``(kind, name)`` is the pattern of their names. They count as on workers where they were not
         refused.
         """
-        if not self._life.in_join:
+        if not self._life.halted:
             self._calls += count
             self._renew_all((kind, name))
 

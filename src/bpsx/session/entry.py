@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from bpsx.telemetry.reporter import Reporter
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 connections = logging.getLogger("bpsx.connections")
+_MOST_VISITS = 1 << 16  # see bpsx.transports.base.Endpoint.join
+log = logging.getLogger("bpsx.session.session")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class WorkerResources:
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
     servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
     has been in an earlier job, from which workers may have kept different state. ``shrinks``: the
-    job goes on without workers that it loses. ``opened`` closes all of it.
+    job goes on without workers that it loses. ``numbers``: of the workers, in the order of entry.
+    ``joins``, ``epoch``: number of joins that have ended, and of resets after a stall. ``opened``
+    closes all of it.
     """
 
     core: Core
@@ -48,6 +53,9 @@ class WorkerResources:
     job: int
     continued: bool
     shrinks: bool
+    numbers: list[int]
+    joins: int
+    epoch: int
     opened: ExitStack
 
     def abandon(self, error: BaseException) -> None:
@@ -88,7 +96,9 @@ def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool)
     lanes, opened = Lanes(endpoint, [], [], patience(config, False)), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
-    return WorkerResources(core, endpoint, near, reporter, lanes, None, [], 0, again, False, opened)
+    return WorkerResources(
+        core, endpoint, near, reporter, lanes, None, [], 0, again, False, [0], 0, 0, opened
+    )
 
 
 def _enter_job(
@@ -100,15 +110,21 @@ def _enter_job(
         try:
             with near.kernels_loading():
                 welcome = link.enter_job("worker", config.rank, own_host(config), [], again)
-            endpoint = near.open_endpoint()
-            opened.callback(endpoint.close)
-            lanes = _connect(config, near, endpoint, link, welcome)
-            core = _new_core(config, near, endpoint, lanes, reporter, welcome)
-            opened.callback(core.close)
-            if near.has_lanes:
-                lanes.watch()
-            keep_from_children([link.address, *lanes.addresses])
-            _greet(config, core, lanes, link)
+            while True:
+                reach = ExitStack()
+                try:
+                    found = _reach_lanes(config, near, reporter, link, welcome, reach)
+                    if "meeting" in welcome:
+                        _await_entry(config, link, welcome["meeting"])
+                    break
+                except _MeetingOff:
+                    reach.close()
+                    welcome = link.await_welcome()
+                except BaseException:
+                    opened.push(reach)
+                    raise
+            opened.push(reach)
+            endpoint, lanes, core = found
         except BaseException as e:
             _tell(link, e)
             raise
@@ -123,8 +139,43 @@ def _enter_job(
             welcome["job"],
             welcome["again"],
             welcome["shrinks"],
+            welcome.get("living", list(range(config.size))),
+            welcome.get("joins", 0),
+            welcome.get("epoch", 0),
             opened.pop_all(),
         )
+
+
+class _MeetingOff(Exception):
+    """The workers have gone on without this newcomer, which waits for their next meeting."""
+
+
+def _reach_lanes(
+    config: Config,
+    near: Neighbourhood,
+    reporter: Reporter,
+    link: Link,
+    welcome: dict[str, Any],
+    opened: ExitStack,
+) -> tuple[Any, Lanes, Core]:
+    """Connect to the servers, and return when all lanes have replied. ``opened`` closes all."""
+    endpoint = near.open_endpoint()
+    opened.callback(endpoint.close)
+    lanes = _connect(config, near, endpoint, link, welcome)
+    core = _new_core(config, near, endpoint, lanes, reporter, welcome)
+    opened.callback(core.close)
+    if near.has_lanes:
+        lanes.watch()
+    keep_from_children([link.address, *lanes.addresses])
+    _greet(config, core, lanes, link)
+    return endpoint, lanes, core
+
+
+def _await_entry(config: Config, link: Link, meeting: int) -> None:
+    """Say that this newcomer has connected, and wait until all go on with it."""
+    link.say("READY", meeting=meeting)
+    while not any(m["type"] == "TERM" and config.rank in m["entered"] for m in link.early):
+        _hear(config, link, link.news(1.0))
 
 
 def _tell(link: Link, error: BaseException) -> None:
@@ -153,9 +204,16 @@ def _connect(
         welcome["job"], endpoint.wake_descriptor, lambda: _hear_of_a_loss(config, lanes, link)
     )
     if near.has_lanes:
-        endpoint.join(welcome["job"], near.sender)
+        # Lanes take each worker of a place for another one.
+        visit = secrets.randbelow(_MOST_VISITS - 1) + 1 if "meeting" in welcome else 0
+        endpoint.join(welcome["job"], near.sender, visit)
+    lanes.lose(welcome.get("ended", ()), "it had ended before this worker entered the job")
     if addresses:
-        connect_lanes(f"worker {config.rank}", lanes.named(), endpoint.connect)
+        connect_lanes(
+            f"worker {config.rank}",
+            lanes.named(),
+            lambda i, address: None if lanes.lost(i) else endpoint.connect(i, address),
+        )
     return lanes
 
 
@@ -182,6 +240,8 @@ def _new_core(
         elastic=welcome["elastic"] and near.has_lanes,
         shrinks=welcome["shrinks"],
         senders=welcome["workers"],
+        living=len(welcome.get("living", range(welcome["workers"]))),
+        ended=welcome.get("ended", ()),
     )
 
 
@@ -193,14 +253,27 @@ def _hear_of_a_loss(config: Config, lanes: Lanes, link: Link) -> None:
     link keeps TERM for the session.
     """
     message = link.news()
+    _hear(config, link, message)
     if message is None:
         return
-    if message["type"] == "LOST":
-        raise errors.RendezvousError(f"worker {config.rank}: {message['text']}")
     if message["type"] == "TERM":
         lanes.lose((lane for lane, _ in message["moves"]), message["text"])
     if message["type"] == "GONE":
         lanes.lose(message["lanes"], message["text"])
+
+
+def _hear(config: Config, link: Link, message: dict[str, Any] | None) -> None:
+    """Raise the error that ``message`` means for a worker that is about to enter the job."""
+    kind = message["type"] if message is not None else ""
+    if message is None or kind not in ("LOST", "REFUSED", "OFF"):
+        return
+    if kind == "LOST":
+        raise errors.RendezvousError(f"worker {config.rank}: {message['text']}")
+    if kind == "REFUSED":
+        raise errors.JobOverError(f"worker {config.rank}: {message['reason']}")
+    log.warning("worker %d waits for the next meeting: %s", config.rank, message["text"])
+    link.early.clear()
+    raise _MeetingOff
 
 
 def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:

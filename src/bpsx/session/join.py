@@ -26,11 +26,15 @@ class Joining:
         self._last = -1  # rank that came last to the latest of them
         self._left = ""  # error text if a worker has left instead of joining
 
-    @staticmethod
-    def raise_joined(name: str) -> None:
-        """Raise :class:`JoinedError`: this worker has joined, and servers do not count on it."""
+    def raise_halted(self, what: str) -> None:
+        """Raise :class:`JoinedError`: nothing may begin now, as servers do not count on it."""
+        if self._life.state is Life.STOPPED:
+            raise JoinedError(
+                f"{what}: this worker waits in commit(), as all others do, until a new one has"
+                " entered the job; use bpsx from the thread that calls commit()"
+            )
         raise JoinedError(
-            f"{name!r}: this worker has called join() and cannot exchange anything until all"
+            f"{what}: this worker has called join() and cannot exchange anything until all"
             " workers have joined"
         )
 
@@ -61,6 +65,8 @@ class Joining:
         send: Callable[[str], None],
     ) -> int:
         life = self._life
+        if life.state is Life.STOPPED:
+            self.raise_halted("join()")
         with life.lock:
             before = self._gatherings
             life.move(Event.JOIN_CALLED)

@@ -13,6 +13,7 @@ from bpsx.errors import Status
 from bpsx.local.devices import Devices
 from bpsx.local.group import Neighbourhood
 from bpsx.scheduler.client import Report
+from bpsx.session.boundaries import Boundaries
 from bpsx.session.company import Company
 from bpsx.session.decisions import parts
 from bpsx.session.declarations import Declarations
@@ -34,10 +35,12 @@ class Liveness(Declarations):
     devices: Devices
     config: Config
     job: int
+    number: int
 
     def __init__(self, order: dict[str, int]) -> None:
         super().__init__(order)
         self._failure = ""  # why the job has failed
+        self._boundaries = Boundaries(self._life)
         # None: this process does not speak to servers, or they cannot change.
         self._late: LateServers | None = None
         self._begun: dict[int, tuple[int, str]] = {}  # terms that this process moves to: when, why
@@ -136,6 +139,9 @@ class Liveness(Declarations):
             self._decisions.gone.update(message["lanes"])
             if self._late is not None:
                 self._late.end(message["lanes"], message["text"])
+        elif kind in ("SOON", "MEET", "OFF"):
+            assert self._link is not None
+            self._boundaries.hear(message, self._link.send)
         elif kind == "ADOPT":
             self._adopt(message)
         elif kind in ("JOINED", "CLEAR") and message["generation"] < self._decisions.cleared:
@@ -163,7 +169,9 @@ class Liveness(Declarations):
         if dropped and (what := self._company.needed_by):
             self._peer_lost(f"{text}; but {what} needs all workers")
             return
-        if self._near.has_lanes:
+        if message["entered"]:
+            self._count_on(message)
+        elif self._near.has_lanes:
             self._begun[message["term"]] = monotonic_ns(), text
             self._lanes.lose((lane for lane, _ in moves), text)
             self._core.begin_term(
@@ -177,6 +185,19 @@ class Liveness(Declarations):
             self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=text)
         # Last: whoever divides by the new number of workers pushes in the new term.
         self._company.lose(dropped)
+        self._boundaries.lose(dropped)
+
+    def _count_on(self, message: dict[str, Any]) -> None:
+        """Go on with workers that have joined, this one perhaps. ``message``: TERM."""
+        entered = message["entered"]
+        self._decisions.joins += 1
+        self._calls = 0
+        self._core.all_joined()  # lanes count rounds from zero
+        self._core.begin_term(message["term"], [], living=message["living"], enters=True)
+        self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=message["text"])
+        self._company.enter(entered)
+        # A newcomer begins with what the others do because of it.
+        self._boundaries.enter([] if self.number in entered else entered)
 
     def _tell_moved(self) -> None:
         """Tell the scheduler of each term in which this worker's partitions have moved."""

@@ -18,13 +18,14 @@ from bpsx.core._tensor import CommitGroup
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
+from bpsx.session.boundaries import Change
 from bpsx.session.company import Company
 from bpsx.session.decisions import Decisions
 from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
 from bpsx.session.liveness import Liveness
 from bpsx.session.refusals import mine
-from bpsx.session.states import CLOSING, Event, Life
+from bpsx.session.states import CLOSING, OVER, Event, Life
 from bpsx.telemetry._recorder import monotonic_ns
 from bpsx.telemetry.throughput import Speed, Speedometer
 
@@ -61,8 +62,9 @@ class Session(Liveness):
         self._decisions = Decisions(
             resources.servers, keep=resources.link is not None and resources.link.outlives_scheduler
         )
+        self._decisions.joins, self._epoch = resources.joins, resources.epoch
         self.config, self.job, self.continued = config, resources.job, resources.continued
-        self.number, self._company = config.rank, Company(config.rank, config.size)
+        self.number, self._company = config.rank, Company(config.rank, resources.numbers)
         self.shrinks = resources.shrinks
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
@@ -82,6 +84,8 @@ class Session(Liveness):
             with self._lock:  # messages wait until the session has begun
                 self._listen()
                 self._life.move(Event.BEGUN)
+            with self._life.changed:  # a newcomer has come when its TERM has been handled
+                self._life.changed.wait_for(lambda: self._company.has_me or self.state in OVER)
         except BaseException as e:
             self._life.move(Event.CANNOT_BEGIN)
             resources.abandon(e)
@@ -244,7 +248,7 @@ class Session(Liveness):
             raise
         divisor = self.size if average else 1
         # Known tensors need no declaration.
-        quick = not (self.compressing.any or self._async or self._life.in_join)
+        quick = not (self.compressing.any or self._async or self._life.halted)
         self._core.submit_all(items, self._latest if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
             if item.begun is not None:
@@ -261,7 +265,7 @@ class Session(Liveness):
         Returns False, and has done nothing, if names, element types, compression or join() require
         :meth:`push_pull`.
         """
-        if self.compressing.any or self._async or self._life.in_join:
+        if self.compressing.any or self._async or self._life.halted:
             return False
         self._threads.add(threading.get_ident())
         self._calls += 1
@@ -331,6 +335,31 @@ class Session(Liveness):
         request = Request(BARRIER, (0, 0), (0, 0), priority=2**30, will_wait=True)
         self.submit(request, (), BY_NAME["uint8"].code, 0).wait()
 
+    def pass_boundary(self) -> Change:
+        """Say that the script is between two steps: other workers may enter the job now.
+
+        All workers must call it equally often. Waits if some enter, until they have. Returns who
+        has entered or was lost since the last call. One thread may call it at a time. Raises the
+        error that has ended the job.
+        """
+        link = self._link
+        if link is None or not self.shrinks:
+            return Change((), ())
+        change = self._boundaries.pass_one(self._settle, link.send)
+        if self.state in OVER:
+            self._raise_job_error()
+        return change
+
+    def _settle(self) -> None:
+        """Wait until nothing of this worker is under way."""
+        self._seal_all()
+        self._core.waiters.everything_ns = monotonic_ns()
+        try:
+            while self._unfinished() and self.state not in OVER:
+                self._core.wait_for_progress(0.05)
+        finally:
+            self._core.waiters.everything_ns = 0
+
     def join(self) -> int:
         """Wait until all workers have joined: see :func:`bpsx.join`.
 
@@ -365,8 +394,8 @@ class Session(Liveness):
         ``dtype``: the dtype's code. ``nbytes``: size of the tensor in bytes.
         """
         name = request.name
-        if self._life.in_join:
-            self._joining.raise_joined(name)
+        if self._life.halted:
+            self._joining.raise_halted(repr(name))
         self._threads.add(threading.get_ident())
         self._calls += 1
         mine.asked += 1
@@ -424,7 +453,7 @@ class Session(Liveness):
 
     def _count_refused(self, name: str) -> None:
         """Count a push_pull of ``name`` that was refused before :meth:`submit`."""
-        if not self._life.in_join:
+        if not self._life.halted:
             self._calls += 1
             mine.asked += 1
             self._renew(name)

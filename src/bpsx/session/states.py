@@ -20,6 +20,7 @@ class Life(Enum):
     RUNNING = auto()
     JOINING = auto()  #: in join(), before JOIN was sent: this worker's push_pulls end first
     JOINED = auto()  #: in join(): the scheduler knows
+    STOPPED = auto()  #: at a boundary: all workers wait for one that enters
     BROKEN = auto()  #: the core has failed by itself; the others hear of it when this worker leaves
     FAILED = auto()  #: the job has failed
     ENDING = auto()  #: close() waits for work in progress
@@ -36,6 +37,8 @@ class Event(Enum):
     JOIN_INTERRUPTED = auto()
     JOIN_SENT = auto()
     ALL_JOINED = auto()
+    STOPPED = auto()
+    GOES_ON = auto()
     CORE_FAILS = auto()
     JOB_FAILS = auto()
     CLOSE_CALLED = auto()
@@ -43,14 +46,15 @@ class Event(Enum):
     FREED = auto()
 
 
-#: The states in which this worker has called join(), and some others have not.
-IN_JOIN = (Life.JOINING, Life.JOINED)
+#: The states in which nothing may begin: this worker has called join(), and some others have not;
+#: or it has stopped.
+HALTED = (Life.JOINING, Life.JOINED, Life.STOPPED)
 #: The states in which join() cannot end well.
 OVER = (Life.BROKEN, Life.FAILED, Life.ENDING, Life.LEAVING, Life.CLOSED)
 #: The states after close() was called.
 CLOSING = (Life.ENDING, Life.LEAVING, Life.CLOSED)
 
-_JOIN_ENDS = {Event.JOIN_INTERRUPTED, Event.ALL_JOINED}
+_JOIN_ENDS = {Event.JOIN_INTERRUPTED, Event.ALL_JOINED, Event.GOES_ON}
 _LATE = {Event.JOIN_CALLED, *_JOIN_ENDS, Event.CORE_FAILS}
 
 
@@ -64,6 +68,7 @@ SESSION: Table[Life, Event] = Table(
         Life.GATHERING: {Event.BEGUN: Life.RUNNING, Event.CANNOT_BEGIN: Life.CLOSED},
         Life.RUNNING: {
             Event.JOIN_CALLED: Life.JOINING,
+            Event.STOPPED: Life.STOPPED,
             Event.CORE_FAILS: Life.BROKEN,
             Event.JOB_FAILS: Life.FAILED,
             Event.CLOSE_CALLED: Life.ENDING,
@@ -82,6 +87,12 @@ SESSION: Table[Life, Event] = Table(
             Event.JOB_FAILS: Life.FAILED,
             Event.CLOSE_CALLED: Life.ENDING,
             **_stays(Life.JOINED, Event.JOIN_CALLED, Event.JOIN_INTERRUPTED),
+        },
+        Life.STOPPED: {
+            Event.GOES_ON: Life.RUNNING,
+            Event.CORE_FAILS: Life.BROKEN,
+            Event.JOB_FAILS: Life.FAILED,
+            Event.CLOSE_CALLED: Life.ENDING,
         },
         Life.BROKEN: {
             Event.JOB_FAILS: Life.FAILED,
@@ -111,7 +122,7 @@ class Lifetime:
     """State of one session. Thread-safe.
 
     ``lock`` guards it; holders of the lock know that the state does not change. ``changed`` is
-    notified of every event. ``in_join``: whether the state is in :data:`IN_JOIN`, kept for the
+    notified of every event. ``halted``: whether the state is in :data:`HALTED`, kept for the
     path of each push_pull, where a look at the state would cost more.
     """
 
@@ -120,12 +131,12 @@ class Lifetime:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.state = Life.GATHERING
-        self.in_join = False
+        self.halted = False
 
     def move(self, event: Event) -> Life:
         """Go to the state that follows ``event``, and return it."""
         with self.changed:
             self.state = SESSION.after(self.state, event)
-            self.in_join = self.state in IN_JOIN
+            self.halted = self.state in HALTED
             self.changed.notify_all()
             return self.state

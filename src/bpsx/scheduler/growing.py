@@ -1,0 +1,350 @@
+"""The part of a job's membership that lets workers join while the job runs. Pure.
+
+docs/internals/elastic-joins.md has the protocol. A newcomer waits in a queue. When all workers have
+stopped at the same boundary, it connects to the lanes, the servers learn of it, and all go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.meetings import Meeting, MeetingEvent, Stage
+from bpsx.scheduler.messages import TERM_FIELDS
+from bpsx.scheduler.roster import Node, names
+from bpsx.scheduler.shrinking import Shrinking
+from bpsx.scheduler.states import JobState
+
+#: Seconds in which newcomers have to connect to all lanes, while all workers wait.
+CONNECT_SECONDS = 10.0
+#: What a newcomer waits for, as it tells its user.
+_NEXT_BOUNDARY = "the running job, which lets workers in when all have reached a commit()"
+
+
+@dataclass
+class Newcomer:
+    """A worker that wants to enter. ``since``: when it came. ``welcomed``: it has WELCOME."""
+
+    node: Node
+    since: float = 0.0
+    welcomed: bool = False
+
+
+class Growing(Shrinking):
+    """The workers that join the running job.
+
+    ``patience``: seconds that a meeting may last. ``silence``: seconds after which a dead worker is
+    noticed at the latest.
+    """
+
+    patience, silence = 600.0, 40.0
+    epoch: int
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._meeting = Meeting()
+        self._newcomers: dict[bytes, Newcomer] = {}
+        # What has happened while newcomers enter: it is handled afterwards.
+        self._held: list[Callable[[], list[Output]]] = []
+        self._order: list[int] = []  # numbers of the living workers, in the order of entry
+        self.entered: dict[int, int] = {}  # workers that have joined late -> the term
+
+    # ---- the queue
+
+    def _bars_worker(self, m: dict[str, Any]) -> str:
+        """See :class:`~bpsx.scheduler.gathering.Gathering`."""
+        why = self._fixed_workers()
+        return f"only servers may join it now ({why})" if why else ""
+
+    def _no_place(self, m: dict[str, Any]) -> str:
+        """See :class:`~bpsx.scheduler.gathering.Gathering`. A lost worker's place is free again."""
+        if self.state is not JobState.RUNNING:
+            return super()._no_place(m)
+        for other in self._newcomers.values():
+            if other.node.rank == m["rank"]:
+                return f"{other.node} waits for the same place (DMLC_WORKER_ID)"
+        if m["rank"] in self._roster.workers:  # lost, or perhaps dead already
+            return self._differing_option(m)
+        return super()._no_place(m)
+
+    def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Let a node join; a worker waits until all others have stopped."""
+        if m["role"] == "server":
+            if self._meeting.stage is Stage.CONNECTING:
+                self._held.append(lambda: self.hello(ident, m))
+                return [(ident, _status("the end of a meeting of the workers"))]
+            return super()._arrive(ident, m)
+        if ident not in self._newcomers:
+            node = Node(ident, "worker", m["rank"], m["host"], m["pid"], [], m["config"])
+            self._newcomers[ident] = Newcomer(node, self._now)
+            self.notes.append(f"{node} wants to join the running job")
+        there = self._roster.live.get(m["rank"])
+        return [(ident, _status(f"the end of {there}" if there else _NEXT_BOUNDARY))]
+
+    def _forget_newcomer(self, ident: bytes, why: str) -> None:
+        node = self._newcomers.pop(ident).node
+        self._meeting.awaited.discard(ident)
+        self.notes.append(f"{node} does not join the running job: {why}")
+
+    def _refuse_newcomers(self, why: str, some: Iterable[bytes] | None = None) -> list[Output]:
+        """Send newcomers away. ``some``: these; None: all."""
+        idents = list(self._newcomers if some is None else some)
+        for ident in idents:
+            self._forget_newcomer(ident, why)
+        reason = f"the job is {self.state} and accepts no more nodes: {why}"
+        return [(i, {"type": "REFUSED", "reason": reason, "over": True}) for i in idents]
+
+    # ---- events that concern a meeting
+
+    @property
+    def _entering(self) -> bool:
+        return self._meeting.stage is Stage.ENTERING
+
+    def said_at(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Handle AT: how many boundaries a worker has passed. ``m``: meeting, boundary."""
+        self._meeting.answer(Stage.ASKING, ident, m)
+        return []
+
+    def here(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Handle HERE: a worker has stopped at the boundary. ``m``: meeting."""
+        self._meeting.answer(Stage.GATHERING, ident, m)
+        return []
+
+    def ready(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Handle READY: a newcomer has connected to all lanes. ``m``: meeting."""
+        self._meeting.answer(Stage.CONNECTING, ident, m)
+        return []
+
+    def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """See :class:`~bpsx.scheduler.gathering.Gathering`."""
+        if self._entering:
+            self._held.append(lambda: self.hello(ident, m))
+            return [(ident, _status("the end of a meeting of the workers"))]
+        return super().hello(ident, m)
+
+    def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
+        """See :class:`~bpsx.scheduler.membership.Membership`."""
+        if self._entering:
+            self._held.append(lambda: self.gone(ident, why, now))
+            # It is not awaited: what it had to clear is lost with it.
+            return self._release(self._joins.lost(ident))
+        if ident in self._newcomers:
+            self._forget_newcomer(ident, why)
+            return []
+        return self._gone(ident, why, now)
+
+    def bye(self, ident: bytes, m: dict[str, Any], now: float = 0.0) -> list[Output]:
+        """See :class:`~bpsx.scheduler.membership.Membership`."""
+        if self._entering:
+            self._held.append(lambda: self.bye(ident, m, now))
+            return self._release(self._joins.lost(ident))
+        if ident in self._newcomers:
+            self._forget_newcomer(ident, m["failure"])
+            return [(ident, {"type": "GOODBYE"})]
+        return self._bye(ident, m, now)
+
+    def join(self, ident: bytes, generation: int | None = None) -> list[Output]:
+        """See :class:`~bpsx.scheduler.membership.Membership`."""
+        if self._entering:
+            self._held.append(lambda: self.join(ident, generation))
+            return []
+        return self._join(ident, generation)
+
+    def depart(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """See :class:`~bpsx.scheduler.planned.Planned`."""
+        if self._entering:
+            self._held.append(lambda: self.depart(ident, m, now))
+            return []
+        return super().depart(ident, m, now)
+
+    def _join(self, ident: bytes, generation: int | None) -> list[Output]:
+        """Handle JOIN."""
+        raise NotImplementedError
+
+    def _gone(self, ident: bytes, why: str, now: float) -> list[Output]:
+        """Handle the end of a connection."""
+        raise NotImplementedError
+
+    def _bye(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle BYE."""
+        raise NotImplementedError
+
+    # ---- the course of a meeting
+
+    def tend(self, now: float) -> list[Output]:
+        """See :class:`~bpsx.scheduler.arrivals.Arriving`. Takes the meeting as far as it can go."""
+        out = super().tend(now) if not self._entering else []
+        if self.state is not JobState.RUNNING:
+            return out + (self._refuse_newcomers(self.failure) if self._newcomers else [])
+        if self._meeting.stage is Stage.IDLE:
+            return out + self._call(now)
+        return out + self._go_on(now)
+
+    def _call(self, now: float) -> list[Output]:
+        """Ask the workers to meet, if a newcomer waits and nothing forbids it."""
+        if not self._newcomers:
+            return []
+        if why := self._fixed_workers():
+            return self._refuse_newcomers(why)
+        out = self._refuse_doubles(now)
+        if self._disturbed() or self._keys_move() or self._arrivals or not self._guests():
+            return out
+        self._meeting.move(MeetingEvent.CALLED, self._live_idents(), now)
+        return out + self._to_all({"type": "SOON", "meeting": self._meeting.number})
+
+    def _guests(self) -> dict[bytes, Newcomer]:
+        """The newcomers whose places are vacant."""
+        return {i: n for i, n in self._newcomers.items() if n.node.rank not in self._roster.live}
+
+    def _refuse_doubles(self, now: float) -> list[Output]:
+        """Refuse the newcomers whose places are taken by workers that are not dead."""
+        guests = self._guests()
+        late = [
+            ident
+            for ident, n in self._newcomers.items()
+            if ident not in guests and now - n.since >= self.silence
+        ]
+        why = "its place is taken: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
+        return self._refuse_newcomers(why, late)
+
+    def _disturbed(self) -> str:
+        """Why the workers cannot meet now; "": they can."""
+        if self._joins.joined:
+            return "workers are in join()"
+        if self._roster.leaving or self._sender_left is not None:
+            return "a worker leaves the job"
+        return ""
+
+    def _go_on(self, now: float) -> list[Output]:
+        meeting = self._meeting
+        if self._entering:
+            return []
+        why = self._disturbed()
+        if not self._guests():
+            why = "nobody waits to join any more"
+        if meeting.stage is Stage.CONNECTING and (self._keys_move() or self._arrivals):
+            why = "the job's servers change"
+        if why:
+            return self._call_off(why, now)
+        meeting.awaited &= {*self._live_idents(), *self._newcomers}
+        if meeting.awaited:
+            return self._look_at_the_clock(now)
+        if meeting.stage is Stage.ASKING:
+            meeting.move(MeetingEvent.ALL_SAID, self._live_idents(), now)
+            return self._to_all(
+                {"type": "MEET", "meeting": meeting.number, "boundary": meeting.boundary}
+            )
+        if self._keys_move() or self._arrivals:
+            return []
+        if meeting.stage is Stage.GATHERING:
+            return self._welcome_newcomers(now)
+        return self._tell_servers(now)
+
+    def _look_at_the_clock(self, now: float) -> list[Output]:
+        """Call the meeting off if somebody keeps all others waiting for too long."""
+        meeting, waited = self._meeting, now - self._meeting.since
+        if meeting.stage is Stage.CONNECTING and waited >= CONNECT_SECONDS:
+            late = names([str(self._newcomers[ident].node) for ident in meeting.awaited])
+            why = f"not connected after {CONNECT_SECONDS:g} s: {late}"
+            out = self._refuse_newcomers(why, meeting.awaited)
+            return [*self._call_off(why, now), *out]
+        if meeting.stage is Stage.CONNECTING or waited < self.patience:
+            return []
+        late = names([str(self.nodes[ident]) for ident in meeting.awaited])
+        why = (
+            f"after {waited:.0f} s not at a commit(): {late}; do all workers call it equally often?"
+        )
+        return self._call_off(why, now) + self._refuse_newcomers(why)
+
+    def _call_off(self, why: str, now: float) -> list[Output]:
+        """Let the workers go on; newcomers that connect wait for the next meeting."""
+        self._meeting.move(MeetingEvent.CALLED_OFF, (), now)
+        off = {"type": "OFF", "meeting": self._meeting.number, "text": why}
+        self.notes.append(f"a meeting of the workers is off: {why}")
+        told = [ident for ident, n in self._newcomers.items() if n.welcomed]
+        for newcomer in self._newcomers.values():
+            newcomer.welcomed = False
+        return [*self._to_all(off), *((ident, off) for ident in told), *self._replay()]
+
+    def _welcome_newcomers(self, now: float) -> list[Output]:
+        """All workers have stopped: the newcomers connect to the lanes."""
+        guests = self._guests()
+        self._meeting.move(MeetingEvent.ALL_HERE, guests, now)
+        servers = self._of("server")
+        first = 0
+        ended: list[int] = []
+        for server in servers:
+            ended += range(first, first + len(server.lanes)) if server.left else []
+            first += len(server.lanes)
+        welcome = {
+            **self._welcome(),
+            "servers": [[s.host, s.pid, s.lanes] for s in servers],
+            "names": {"server": [str(s) for s in servers]},
+            "meeting": self._meeting.number,
+            "living": self._order,
+            "ended": ended,
+            "terms": [[term[field] for field in TERM_FIELDS] for term in self._history],
+            "joins": self._joins.generation,
+            "epoch": self.epoch,
+        }
+        for newcomer in guests.values():
+            newcomer.welcomed = True
+        return [(ident, welcome) for ident in guests]
+
+    def _tell_servers(self, now: float) -> list[Output]:
+        """All newcomers have connected: from now on lanes count on them."""
+        assert self.terms is not None
+        self._meeting.move(MeetingEvent.ALL_READY, (), now)
+        return self._clear(self.terms.number + 1)
+
+    def _resume_entering(self, term: int, now: float) -> list[Output]:
+        """Go on with an entry of which an earlier scheduler has told some servers."""
+        self._meeting.move(MeetingEvent.TAKEN_OVER, (), now)
+        return self._clear(term)
+
+    def _clear(self, term: int) -> list[Output]:
+        assert self.terms is not None
+        nodes = [n.node for n in self._newcomers.values() if n.welcomed]
+        self.terms.enter(term, [node.rank for node in nodes])
+        entering = [[node.rank, str(node)] for node in nodes]
+        servers = list(self._roster.live_servers)
+        out = self._joins.clear(servers, entering=entering, term=term)
+        return out + self._release(self._joins.over())
+
+    def _let_in(self) -> list[Output]:
+        """The last server has cleared: all go on, with the newcomers."""
+        assert self.terms is not None
+        self._meeting.move(MeetingEvent.ALL_CLEARED, (), self._now)
+        newcomers = [n.node for n in self._newcomers.values() if n.welcomed]
+        for node in newcomers:
+            del self._newcomers[node.ident]
+            self._roster.enter(node)
+            self._stalls.enter(node.rank)
+            self._order.append(node.rank)
+            self.entered[node.rank] = self.terms.number
+        workers = list(self._roster.live.values())
+        text = (
+            f"{names([str(n) for n in newcomers])} has joined: the job goes on with term"
+            f" {self.terms.number} and {len(workers)} workers"
+        )
+        self.notes.append(text)
+        term = self._new_term([], text, entered=[n.rank for n in newcomers], living=len(workers))
+        told = [*workers, *self._roster.live_servers.values()]
+        return [(n.ident, term) for n in told] + self._replay()
+
+    def _replay(self) -> list[Output]:
+        """Handle what has happened meanwhile."""
+        held, self._held = self._held, []
+        return [out for event in held for out in event()]
+
+    def _live_idents(self) -> list[bytes]:
+        return [w.ident for w in self._roster.live.values()]
+
+    def _to_all(self, message: dict[str, Any]) -> list[Output]:
+        return [(ident, message) for ident in self._live_idents()]
+
+
+def _status(missing: str) -> dict[str, Any]:
+    return {"type": "STATUS", "missing": missing, "here": ""}

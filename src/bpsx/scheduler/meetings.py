@@ -1,0 +1,88 @@
+"""A meeting: how all workers of a job agree when newcomers enter. Pure.
+
+docs/internals/elastic-joins.md has the protocol. Owned by the hub's only thread; callers pass the
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import Any
+
+from bpsx.system.transitions import Table
+
+
+class Stage(Enum):
+    """State of the present meeting."""
+
+    IDLE = auto()  #: there is none
+    ASKING = auto()  #: workers say which boundary they have passed
+    GATHERING = auto()  #: they stop at the boundary of the meeting
+    CONNECTING = auto()  #: newcomers connect to the lanes
+    ENTERING = auto()  #: servers learn of the newcomers
+
+
+class MeetingEvent(Enum):
+    """Event in the life of a meeting."""
+
+    CALLED = auto()  #: a newcomer waits
+    ALL_SAID = auto()  #: the last AT
+    ALL_HERE = auto()  #: the last HERE
+    ALL_READY = auto()  #: the last READY
+    ALL_CLEARED = auto()  #: the last CLEARED
+    CALLED_OFF = auto()
+    TAKEN_OVER = auto()  #: a scheduler before had told some servers
+
+
+MEETING: Table[Stage, MeetingEvent] = Table(
+    "a meeting",
+    {
+        Stage.IDLE: {MeetingEvent.CALLED: Stage.ASKING, MeetingEvent.TAKEN_OVER: Stage.ENTERING},
+        Stage.ASKING: {MeetingEvent.ALL_SAID: Stage.GATHERING, MeetingEvent.CALLED_OFF: Stage.IDLE},
+        Stage.GATHERING: {
+            MeetingEvent.ALL_HERE: Stage.CONNECTING,
+            MeetingEvent.CALLED_OFF: Stage.IDLE,
+        },
+        Stage.CONNECTING: {
+            MeetingEvent.ALL_READY: Stage.ENTERING,
+            MeetingEvent.CALLED_OFF: Stage.IDLE,
+        },
+        Stage.ENTERING: {MeetingEvent.ALL_CLEARED: Stage.IDLE},
+    },
+)
+
+
+class Meeting:
+    """The present meeting, or none.
+
+    ``number``: of the latest meeting. ``awaited``: connections whose answer is due. ``since``: when
+    the stage began.
+    """
+
+    def __init__(self) -> None:
+        self.stage = Stage.IDLE
+        self.number = 0
+        self.awaited: set[bytes] = set()
+        self.since = 0.0
+        self._passed = 0  # the largest number of boundaries that a worker has passed
+
+    def move(self, event: MeetingEvent, awaited: Collection[bytes], now: float) -> None:
+        """Begin the stage that follows ``event``; ``awaited``: who has to answer in it."""
+        self.stage = MEETING.after(self.stage, event)
+        self.awaited, self.since = set(awaited), now
+        if event is MeetingEvent.CALLED:
+            self.number += 1
+            self._passed = 0
+
+    def answer(self, stage: Stage, ident: bytes, m: dict[str, Any]) -> None:
+        """Take AT, HERE or READY; those of other meetings mean nothing."""
+        if m["meeting"] != self.number or self.stage is not stage:
+            return
+        self.awaited.discard(ident)
+        self._passed = max(self._passed, m.get("boundary", 0))
+
+    @property
+    def boundary(self) -> int:
+        """The boundary at which the workers meet, once all have answered SOON."""
+        return self._passed + 1

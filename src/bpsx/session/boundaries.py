@@ -1,0 +1,143 @@
+"""This worker's boundaries: moments of the script at which others may enter the job.
+
+docs/internals/elastic-joins.md has the protocol and its table of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from bpsx.session.states import OVER, Event, Lifetime
+from bpsx.system.transitions import Table
+
+
+class Change(NamedTuple):
+    """The workers, by number, that have entered the job or were lost since the boundary before."""
+
+    entered: Sequence[int]
+    lost: Sequence[int]
+
+
+class Place(Enum):
+    """Where this worker is, seen from a meeting."""
+
+    FREE = auto()  #: there is no meeting
+    ASKED = auto()  #: it has said AT, and passes no further boundary
+    BOUND = auto()  #: it stops at the boundary of MEET
+    HERE = auto()  #: it has stopped there
+
+
+class PlaceEvent(Enum):
+    """Event that changes a :class:`Place`."""
+
+    SOON = auto()
+    MEET = auto()
+    STOPPED = auto()  #: HERE
+    ENTERED = auto()  #: TERM with newcomers
+    OFF = auto()
+
+
+PLACE: Table[Place, PlaceEvent] = Table(
+    "a worker at its boundaries",
+    {
+        Place.FREE: {
+            PlaceEvent.SOON: Place.ASKED,
+            # This is a newcomer: for it there was no meeting.
+            PlaceEvent.ENTERED: Place.FREE,
+            PlaceEvent.OFF: Place.FREE,
+        },
+        Place.ASKED: {PlaceEvent.MEET: Place.BOUND, PlaceEvent.OFF: Place.FREE},
+        Place.BOUND: {PlaceEvent.STOPPED: Place.HERE, PlaceEvent.OFF: Place.FREE},
+        Place.HERE: {PlaceEvent.ENTERED: Place.FREE, PlaceEvent.OFF: Place.FREE},
+    },
+)
+
+
+class Boundaries:
+    """The boundaries of this worker.
+
+    One thread of the script calls :meth:`pass_one`, the control thread the other methods. The
+    session's lock guards all.
+    """
+
+    def __init__(self, life: Lifetime) -> None:
+        self._life = life
+        self._place = Place.FREE
+        self._meeting = -1
+        self._passed = 0  # boundaries that this worker has passed since a worker last entered
+        self._stop = 0  # boundary of the meeting
+        self._entered: list[int] = []
+        self._lost: list[int] = []
+
+    def pass_one(self, settle: Callable[[], None], send: Callable[..., None]) -> Change:
+        """Pass the next boundary; wait there if the workers meet.
+
+        ``settle``: waits until nothing of this worker is under way. ``send``: sends a message to
+        the scheduler. Returns at once if the job ends meanwhile.
+        """
+        settled = False
+        while True:
+            with self._life.changed:
+                self._wait_for(lambda: self._place is not Place.ASKED)
+                stops = self._place is Place.BOUND and self._passed + 1 == self._stop
+                if settled or not stops:
+                    if stops:
+                        self._stay(send)
+                    else:
+                        self._passed += 1
+                    return self._take_change()
+            settle()
+            settled = True
+
+    def _take_change(self) -> Change:
+        change = Change(tuple(self._entered), tuple(self._lost))
+        self._entered.clear()
+        self._lost.clear()
+        return change
+
+    def _stay(self, send: Callable[..., None]) -> None:
+        """Stop, until newcomers have entered or the meeting is off. The caller holds the lock."""
+        self._life.move(Event.STOPPED)
+        try:
+            self._move(PlaceEvent.STOPPED)
+            send("HERE", meeting=self._meeting)
+            self._passed += 1
+            # Another meeting may have been called before this thread wakes up.
+            self._wait_for(lambda: self._place is not Place.HERE)
+        finally:
+            self._life.move(Event.GOES_ON)
+
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        self._life.changed.wait_for(lambda: ready() or self._life.state in OVER)
+
+    def _move(self, event: PlaceEvent) -> None:
+        self._place = PLACE.after(self._place, event)
+        self._life.changed.notify_all()
+
+    def hear(self, message: dict[str, Any], send: Callable[..., None]) -> None:
+        """Handle SOON, MEET or OFF."""
+        kind = message["type"]
+        with self._life.changed:
+            if kind == "SOON":
+                self._meeting = message["meeting"]
+                self._move(PlaceEvent.SOON)
+                send("AT", meeting=self._meeting, boundary=self._passed)
+            elif kind == "MEET":
+                self._stop = message["boundary"]
+                self._move(PlaceEvent.MEET)
+            else:
+                self._move(PlaceEvent.OFF)
+
+    def enter(self, numbers: Sequence[int]) -> None:
+        """Workers have entered; all count boundaries from here."""
+        with self._life.changed:
+            self._passed = 0
+            self._entered += numbers
+            self._move(PlaceEvent.ENTERED)
+
+    def lose(self, numbers: Sequence[int]) -> None:
+        """Workers are lost."""
+        with self._life.changed:
+            self._lost += numbers

@@ -1,0 +1,168 @@
+"""Workers that join a running job: they get the model from the others, and all go on alike."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from support.jobs import TRANSPORTS, Job
+
+#: A worker that adds what all push to its weights. It stops when told to, so that tests may wait.
+TRAINING = """
+    import bpsx, time, zlib, numpy as np
+    from bpsx.api.lifecycle import session
+
+    STEPS, NEWCOMER = {steps}, {newcomer}
+    bpsx.init()
+    number = session().number
+    step, weights = np.zeros(1), [np.zeros(n, np.float32) for n in (3, 2_000, 300_000)]
+
+    def get_model():
+        global step, weights
+        step = bpsx.broadcast(step, 0, name="step")
+        weights = [bpsx.broadcast(w, 0, name=f"w{{i}}") for i, w in enumerate(weights)]
+
+    def gradient(of, i):
+        return np.float32(1 + of) * (np.arange(weights[i].size, dtype=np.float32) % 11)
+
+    if NEWCOMER:
+        get_model()
+    while step[0] < STEPS:
+        names = [f"g{{i}}" for i in range(3)]
+        begun = [
+            bpsx.push_pull_async(gradient(number, i), name=name, average=False)
+            for i, name in enumerate(names)
+        ]
+        for i, handle in enumerate(begun):
+            weights[i] += bpsx.synchronize(handle)
+        step[0] += 1
+        report(["step", int(step[0]), float(weights[0][1])])
+        if session().pass_boundary().entered:
+            report(["entered", bpsx.rank(), bpsx.size()])
+            get_model()
+        time.sleep(0.005)
+    bpsx.barrier()
+    report([bpsx.rank(), bpsx.size(), [zlib.crc32(w.tobytes()) for w in weights]])
+    bpsx.shutdown()
+"""
+SHRINK = {"BPSX_ELASTIC": "shrink"}
+
+
+class Growing(Job):
+    """A job that runs :data:`TRAINING`, and workers that join it."""
+
+    def __init__(self, workers: int, steps: int = 150, env: dict[str, str] | None = None, **more):
+        self.steps = steps
+        source = TRAINING.format(steps=steps, newcomer=False)
+        super().__init__(source, workers=workers, env={**SHRINK, **(env or {})}, **more)
+
+    def lose(self, worker: int, step: int) -> None:
+        """Kill a worker; return when the others go on."""
+        self.workers[worker].wait_for_line(f'["step", {step}')
+        count = self.scheduler.text().count("workers go on without")
+        self.workers[worker].signal(signal.SIGKILL)
+        self.scheduler.wait_for_line("workers go on without", count=count + 1)
+
+    def join(self, number: int) -> int:
+        """Start a worker in the place of a lost one; returns its index in ``workers``."""
+        self.start_worker(number, TRAINING.format(steps=self.steps, newcomer=True))
+        return len(self.workers) - 1
+
+    def end_well(self, *lost: int) -> None:
+        """Await the end: all that live have the same weights, of a sum that counts each step."""
+        living = [w for i, w in enumerate(self.workers) if i not in lost]
+        assert [w.wait() for w in living] == [0] * len(living), self.everything()
+        reports = [w.reports()[-1] for w in living]
+        assert sorted(r[0] for r in reports) == list(range(len(living)))
+        assert {r[1] for r in reports} == {len(living)}
+        assert len({str(r[2]) for r in reports}) == 1, reports
+        assert self.scheduler.wait() == 0, self.everything()
+        assert [s.wait() for s in self.servers] == [0] * len(self.servers)
+
+    def everything(self) -> str:
+        return "\n".join(p.text()[-3000:] for p in self.processes)
+
+    def added(self, worker: int) -> list[float]:
+        """What each step has added to the second weight of the first tensor."""
+        weights = [r[2] for r in self.workers[worker].reports() if r[0] == "step"]
+        return [b - a for a, b in zip(weights, weights[1:], strict=False)]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_lost_worker_is_replaced(transport, servers):
+    lost = random.randrange(3)
+    env = {**TRANSPORTS[transport], "BPSX_FIXED_ORDER": random.choice("01")}
+    with Growing(3, env=env, servers=servers) as job:
+        job.lose(lost, 10)
+        new = job.join(lost)
+        job.workers[new].wait_for_line('["step"')
+        job.end_well(lost)
+        whole, without = 6.0, 6.0 - (1 + lost)
+        added = job.added((lost + 1) % 3)
+        # Each step counts the workers that were there; before the loss, during it, and after.
+        changes = [a for a, b in zip(added, [0.0, *added], strict=False) if a != b]
+        assert changes == [whole, without, whole]
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_one_place_is_taken_again_and_again(transport):
+    with Growing(2, steps=400, env=TRANSPORTS[transport], servers=2) as job:
+        lost = 1
+        for _ in range(4):
+            job.lose(lost, 2 if lost == 1 else job.steps // 400)
+            lost = job.join(1)
+            job.workers[lost].wait_for_line('["step"')
+        job.end_well(*range(1, lost))
+
+
+def test_all_workers_are_replaced_one_by_one():
+    with Growing(2, steps=300, servers=2) as job:
+        job.lose(0, 10)
+        first = job.join(0)
+        job.workers[first].wait_for_line('["step"')
+        job.lose(1, 20)
+        second = job.join(1)
+        job.workers[second].wait_for_line('["step"')
+        job.end_well(0, 1)
+
+
+def test_a_silent_worker_is_replaced_and_goes_on_too_late():
+    env = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "1"}
+    with Growing(3, steps=600, env=env, servers=2) as job:
+        job.workers[1].wait_for_line('["step", 10')
+        job.workers[1].signal(signal.SIGSTOP)
+        job.scheduler.wait_for_line("workers go on without")
+        new = job.join(1)
+        job.workers[new].wait_for_line('["step"')
+        job.workers[1].signal(signal.SIGCONT)
+        assert job.workers[1].wait() != 0
+        job.end_well(1)
+
+
+def test_servers_and_workers_are_lost_and_a_worker_joins():
+    with Growing(3, steps=400, servers=3) as job:
+        job.lose(2, 10)
+        job.servers[0].signal(signal.SIGKILL)
+        new = job.join(2)
+        job.workers[new].wait_for_line('["step"')
+        job.servers[1].signal(signal.SIGKILL)
+        job.scheduler.wait_for_line("partitions", count=2)
+        living = [w for i, w in enumerate(job.workers) if i != 2]
+        assert [w.wait() for w in living] == [0] * 3, job.everything()
+        assert len({str(w.reports()[-1][2]) for w in living}) == 1
+
+
+def test_a_worker_that_dies_while_it_joins_leaves_the_others_alone():
+    with Growing(3, steps=400, servers=2) as job:
+        job.lose(1, 10)
+        for _ in range(5):
+            new = job.join(1)
+            job.scheduler.wait_for_line("wants to join", count=new - 2)
+            job.workers[new].signal(signal.SIGKILL)
+            job.workers[new].wait()
+        last = job.join(1)
+        job.workers[last].wait_for_line('["step"')
+        job.end_well(1, *range(3, last))

@@ -1,0 +1,287 @@
+"""How workers join a running job, as the scheduler sees it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bpsx.scheduler.growing import CONNECT_SECONDS
+from bpsx.scheduler.states import JobState
+from unit.scheduler_tools import hello, kinds, late_server
+from unit.scripted_job import Newcomer, World
+from unit.test_shrinking import SHRINK, moved, shrinking
+
+
+def lost_one(workers: int = 3, servers: int = 1):
+    """A job that has lost worker 1, and the HELLO of one in its place."""
+    m = shrinking(workers, servers)
+    m.gone(b"w1", "cut", 0.5)
+    for rank in range(workers):
+        moved(m, b"w%d" % rank, 1)
+    given = hello("worker", 1, workers, servers, pid=555, config=m.nodes[b"w0"].config)
+    return m, given
+
+
+def gathered(m, given, *live: bytes) -> dict:
+    """Bring a newcomer's meeting to where it connects; returns its WELCOME."""
+    m.hello(b"n1", given)
+    assert kinds(m.tend(1.0)) == dict.fromkeys(live, "SOON")
+    for i, ident in enumerate(live):
+        m.said_at(ident, {"meeting": 1, "boundary": 5 + i})
+    meet = m.tend(1.0)
+    assert {x["boundary"] for _, x in meet} == {5 + len(live)}
+    assert kinds(meet) == dict.fromkeys(live, "MEET")
+    for ident in live:
+        assert not m.tend(1.0)
+        m.here(ident, {"meeting": 1})
+    ((ident, welcome),) = m.tend(1.0)
+    assert ident == b"n1"
+    return welcome
+
+
+def test_a_newcomer_enters_when_all_have_stopped():
+    m, given = lost_one()
+    ((_, status),) = m.hello(b"n1", given)
+    assert status["type"] == "STATUS" and "commit()" in status["missing"]
+    welcome = gathered(m, given, b"w0", b"w2")
+    assert (welcome["living"], welcome["joins"], welcome["ended"]) == ([0, 2], 0, [])
+    m.ready(b"n1", {"meeting": 1})
+    ((server, clear),) = m.tend(1.0)
+    assert (
+        server == b"s0"
+        and clear["term"] == 2
+        and clear["entering"] == [[1, "worker 1 (h, pid 555)"]]
+    )
+    out = m.cleared(b"s0", {"generation": 0})
+    assert kinds(out) == dict.fromkeys((b"w0", b"w2", b"n1", b"s0"), "TERM")
+    term = dict(out)[b"n1"]
+    assert (term["term"], term["entered"], term["living"]) == (2, [1], 3)
+    # It counts as any other: its loss is the next term.
+    lost = dict(m.gone(b"n1", "cut", 2.0))
+    assert (lost[b"w0"]["term"], lost[b"w0"]["dropped"], lost[b"w0"]["living"]) == (3, [1], 2)
+
+
+@pytest.mark.parametrize("cleared_first", [False, True])
+def test_losses_wait_until_a_newcomer_has_entered(cleared_first):
+    m, given = lost_one(servers=2)
+    gathered(m, given, b"w0", b"w2")
+    m.ready(b"n1", {"meeting": 1})
+    assert kinds(m.tend(1.0)) == {b"s0": "CLEAR", b"s1": "CLEAR"}
+    if cleared_first:
+        assert not m.cleared(b"s0", {"generation": 0})
+    assert not m.gone(b"n1", "cut", 2.0) and not m.gone(b"w2", "cut", 2.0)
+    out = m.gone(b"s1", "cut", 2.0)
+    if not cleared_first:
+        assert not out
+        out = m.cleared(b"s0", {"generation": 0})
+    terms = [x for ident, x in out if ident == b"w0"]
+    assert [(x["term"], x["entered"], x["dropped"]) for x in terms] == [
+        (2, [1], []), (3, [], [1]), (4, [], [2]), (5, [], []),
+    ]  # fmt: skip
+    assert terms[-1]["moves"] and m.state is JobState.RUNNING
+
+
+def test_a_newcomer_that_cannot_connect_is_refused():
+    m, given = lost_one()
+    gathered(m, given, b"w0", b"w2")
+    assert not m.tend(1.0 + CONNECT_SECONDS / 2)
+    out = m.tend(1.0 + CONNECT_SECONDS)
+    assert [(i, x["type"]) for i, x in out] == [(b"w0", "OFF"), (b"w2", "OFF"), (b"n1", "REFUSED")]
+    assert not m.tend(20.0)
+
+
+def test_a_newcomer_that_dies_ends_the_meeting():
+    m, given = lost_one()
+    gathered(m, given, b"w0", b"w2")
+    m.gone(b"n1", "cut", 1.0)
+    assert kinds(m.tend(1.0)) == {b"w0": "OFF", b"w2": "OFF"}
+
+
+def test_a_server_that_joins_waits_for_the_newcomer():
+    m, given = lost_one(servers=2)
+    gathered(m, given, b"w0", b"w2")
+    assert kinds(m.hello(b"l0", late_server(0, 3, 2, **SHRINK))) == {b"l0": "STATUS"}
+    m.ready(b"n1", {"meeting": 1})
+    m.tend(1.0)
+    out = m.cleared(b"s0", {"generation": 0}) + m.cleared(b"s1", {"generation": 0})
+    assert [x["type"] for ident, x in out if ident == b"n1"] == ["TERM", "LANES"]
+    assert dict(out)[b"l0"]["type"] == "WELCOME"
+
+
+def test_workers_that_do_not_come_to_a_boundary_are_named():
+    m, given = lost_one()
+    m.hello(b"n1", given), m.tend(1.0)
+    m.said_at(b"w0", {"meeting": 1, "boundary": 5}), m.said_at(b"w2", {"meeting": 1, "boundary": 5})
+    m.tend(1.0), m.here(b"w0", {"meeting": 1})
+    assert not m.tend(m.patience)
+    out = m.tend(m.patience + 1.0)
+    assert kinds(out) == {b"w0": "OFF", b"w2": "OFF", b"n1": "REFUSED"}
+    assert "worker 2 (h, pid 102)" in dict(out)[b"n1"]["reason"]
+
+
+@pytest.mark.parametrize("event", ["join", "leave"])
+def test_what_forbids_a_meeting(event):
+    m, given = lost_one()
+    m.hello(b"n1", given), m.tend(1.0)
+    if event == "join":
+        m.join(b"w0")
+    else:
+        m.bye(b"w0", {"failure": ""}, 1.0)
+    assert kinds(m.tend(1.0))[b"w2"] == "OFF"
+    m.settle(100.0)
+    assert kinds(m.tend(100.0)) == ({} if event == "join" else {b"n1": "REFUSED"})
+
+
+def test_a_place_is_given_once():
+    m, given = lost_one()
+    m.hello(b"n1", given)
+    ((_, refused),) = m.hello(b"n2", {**given, "pid": 556})
+    assert "waits for the same place" in refused["reason"]
+
+
+def test_a_newcomer_waits_until_the_one_before_is_known_to_be_dead():
+    m, given = lost_one()
+    ((_, status),) = m.hello(b"n3", {**given, "rank": 0})
+    assert "the end of worker 0 (h, pid 100)" in status["missing"] and not m.tend(1.0)
+    m.gone(b"w0", "silent", 5.0)
+    m.moved(b"w2", {"term": 2, "partitions": 0, "again": 0}, 5.0)
+    assert kinds(m.tend(6.0)) == {b"w2": "SOON"}
+
+
+def test_two_workers_with_one_number_are_an_error():
+    m, given = lost_one()
+    m.hello(b"n3", {**given, "rank": 0})
+    assert not m.tend(30.0)
+    ((_, refused),) = m.tend(50.0)
+    assert "two processes have the same DMLC_WORKER_ID" in refused["reason"]
+
+
+def test_a_newcomer_hears_where_keys_have_gone():
+    world = World(2, 2, elastic="shrink")
+    for worker in world.workers:
+        worker.declare("t", 10)
+    world.settle()
+    place = world.workers[0].decisions._places["t", 0][0]
+    world.kill(world.nodes[place[1]]), world.kill(world.workers[1])
+    world.settle()
+    newcomer = world.enter(1)
+    world.settle()
+    newcomer.declare("t", 10)
+    world.settle()
+    assert newcomer.decisions._places["t", 0][0][1] == 1 - place[1]
+
+
+# ---- the scheduler dies
+
+
+def entering(rng: random.Random, servers: int) -> tuple[World, Newcomer]:
+    """A job into which a worker is about to enter in the place of one that was lost."""
+    world = World(3, servers, elastic="shrink")
+    for worker in world.workers:
+        worker.declare("a", 5)
+    world.settle()
+    world.kill(world.workers[1])
+    world.settle()
+    return world, world.enter(1)
+
+
+def take_some(world: World, rng: random.Random) -> None:
+    """Let the nodes do some of what they have to do, in any order."""
+    for node in rng.sample(world.nodes, len(world.nodes)):
+        if node.dead or node.over:
+            continue
+        if node.outbox and rng.random() < 0.5 and world.hub is not None:
+            world.act(node)
+        if node.inbox and rng.random() < 0.5:
+            node.take()
+        if rng.random() < 0.3 and hasattr(node, "step"):
+            node.move(), node.connect(), node.step()
+
+
+def all_agree(world: World) -> None:
+    """All live workers know the same terms, and servers the same workers as they do."""
+    assert world.hub is not None and world.hub.state is JobState.RUNNING, world.hub.failure
+    live = [w for w in world.workers if not (w.dead or w.over)]
+    assert len({str(w.decisions.terms) for w in live}) == 1
+    assert {tuple(w.order) for w in live} == {tuple(live[0].order)}
+    assert sorted(live[0].order) == sorted(w.rank for w in live)
+    assert {w.decisions.joins for w in live} == {world.hub._joins.generation}
+    assert all(w.place == "free" for w in live)
+    for server in world.nodes:
+        if server.role == "server" and not (server.dead or server.over):
+            assert server.marks.cleared == live[0].decisions.joins
+            assert {*range(3)} - set(server.marks.dropped) == set(live[0].order), (
+                server.marks.dropped
+            )
+
+
+@pytest.mark.parametrize("also", ["", "newcomer", "worker", "server", "again"])
+@pytest.mark.parametrize("seed", range(40))
+def test_the_scheduler_dies_while_a_worker_enters(seed, also):
+    rng = random.Random(f"{seed} {also}")
+    world, newcomer = entering(rng, 2)
+    for _ in range(rng.randrange(40)):
+        world.look()
+        take_some(world, rng)
+    if also == "newcomer":
+        world.kill(newcomer)
+    elif also == "worker":
+        world.kill(world.workers[rng.choice([0, 2])])
+    elif also == "server":
+        world.kill(world.nodes[rng.randrange(2)])
+    world.kill_hub()
+    if newcomer.state == "entering" and rng.random() < 0.5:
+        world.kill(newcomer)
+    world.settle()
+    if also == "again":
+        world.kill_hub()
+        world.settle()
+    if world.workers[0].dead and world.hub.state is not JobState.RUNNING:
+        return  # the other one alone cannot tell that nobody else is left
+    all_agree(world)
+    if newcomer.dead:
+        newcomer = world.enter(1)
+        world.settle()
+    all_agree(world)
+    assert newcomer.state == "connected", newcomer.lost
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_lives(seed):
+    """Workers and servers die and come, and the scheduler too, at any time."""
+    rng = random.Random(seed)
+    world, _ = entering(rng, rng.choice([2, 3]))
+    for _ in range(rng.randrange(10, 120)):
+        if world.hub is not None:
+            world.look()
+        take_some(world, rng)
+        what = rng.random()
+        live = [w for w in world.workers if w.state == "connected" and not (w.dead or w.over)]
+        if what < 0.02 and len(live) > 1 and world.hub is not None and world.hub.state == "running":
+            lost = rng.choice(live)
+            world.kill(lost)
+            world.bury(lost)
+        elif what < 0.04:
+            for newcomer in world.workers:
+                if newcomer.state == "entering" and not newcomer.dead and world.hub is not None:
+                    world.kill(newcomer)
+                    world.bury(newcomer)
+        elif what < 0.06:
+            world.enter(rng.randrange(3))
+        elif what < 0.07 and world.hub is not None:
+            for witness in live[:1]:  # a loss of which nobody has heard would end the job
+                while witness.inbox:
+                    witness.take()
+            world.kill_hub()
+            for newcomer in world.workers:
+                if newcomer.state == "entering":
+                    world.kill(newcomer)
+            world.settle()
+        elif what < 0.09:
+            servers = [n for n in world.nodes if n.role == "server" and not (n.dead or n.over)]
+            if len(servers) > 1 and world.hub is not None and world.hub.state == "running":
+                world.kill(servers[0])
+                world.bury(servers[0])
+    world.settle()
+    all_agree(world)
