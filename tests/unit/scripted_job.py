@@ -124,7 +124,7 @@ class Worker(Node):
         self.last = -1
         self.said: dict[int, str] = {}  # what CONNECTED has said of servers that came late
         self.place, self.passed, self.stop = "free", 0, 0  # see bpsx.session.boundaries
-        self.meeting = -1
+        self.meeting, self.fresh = -1, False
         self.order = list(range(world.workers_n))
 
     def step(self) -> None:
@@ -132,6 +132,9 @@ class Worker(Node):
         if self.place in ("asked", "here") or self.state == "entering" or self.joined:
             return
         self.passed += 1
+        if self.fresh:
+            self.fresh = False
+            self.send("SYNCED")
         if self.place == "bound" and self.passed == self.stop:
             self.place = "here"
             self.send("HERE", meeting=self.meeting)
@@ -175,7 +178,9 @@ class Worker(Node):
             "size": self.world.workers_n,
             "failure": self.lost or None,
             "cleared": 0,
-            "state": self.decisions.report(self.epoch, self.joined, self.world.dead_lanes()),
+            "state": self.decisions.report(
+                self.epoch, self.joined, self.fresh, self.world.dead_lanes()
+            ),
         }
         return fields, parts(self.decisions.known(self.declared))
 
@@ -238,8 +243,11 @@ class Worker(Node):
             if m["entered"]:
                 assert self.place == "here" or self.rank in m["entered"]
                 assert m["living"] == len(self.order)
-                self.place, self.passed = "free", 0
+                self.passed = 0
                 self.decisions.joins += 1
+            if m["met"]:
+                assert self.place == "here" or self.rank in m["entered"]
+                self.place = "free"
             lanes = {to for *_, targets in [*m["moves"], *m["yields"]] for to, _ in targets}
             assert not any(lane >= len(self.decisions.servers) for lane in lanes)
             self.decisions.begin_term(m)
@@ -275,7 +283,7 @@ class Newcomer(Worker):
             self.said = {rank: "" for rank in late if rank not in m["ended"]}
             self.outbox.append({"type": "READY", "meeting": m["meeting"]})
         elif m["type"] == "TERM" and self.rank in m["entered"]:
-            self.state = "connected"
+            self.state, self.fresh = "connected", True
             self.handle(m)
 
 
@@ -398,6 +406,7 @@ class World:
             "AT": lambda: hub.said_at(ident, m),
             "HERE": lambda: hub.here(ident, m),
             "READY": lambda: hub.ready(ident, m),
+            "SYNCED": lambda: hub.synced(ident),
             "BYE": lambda: hub.bye(ident, m, self.now),
         }[kind]()
         self.deliver(out)

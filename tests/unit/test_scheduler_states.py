@@ -354,7 +354,7 @@ def job_whose_scheduler_dies_while_a_worker_enters() -> None:
     world.kill(newcomer)
     world.kill_hub()
     world.settle()
-    assert worker.order == [0] and len(worker.decisions.terms) == 3
+    assert worker.order == [0] and [t[7] for t in worker.decisions.terms if t[7]] == [[1]]
 
 
 def test_each_row_of_the_tables_happens(taken):

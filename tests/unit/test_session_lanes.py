@@ -29,6 +29,7 @@ TERM = {
     "dropped": [],
     "living": 0,
     "entered": [],
+    "met": False,
 }
 
 

@@ -185,6 +185,7 @@ def test_all_live_nodes_learn_where_the_keys_go():
         "dropped": [],
         "living": 0,
         "entered": [],
+        "met": False,
     }
     # A worker that declares the tensor later moves it by itself.
     assert dict(m.declare(b"w1", declare("t", [4])))[b"w1"]["places"] == placed["places"]

@@ -22,6 +22,7 @@ from bpsx.plugin.adapter import Handle, TensorView, check_name, checked_root, pa
 from bpsx.plugin.encoding import Encoder, decode
 
 _PURPOSE = "pickled object"
+_CALL_BITS = 48
 _PROOF_BYTES = 32
 #: Kinds of messages: the first byte.
 _PLAIN, _PICKLED, _ERROR = b"v", b"p", b"e"
@@ -46,18 +47,20 @@ class Tensors(NamedTuple):
 class _Calls:
     """Counts the calls of each name in this job; all workers count alike.
 
-    The count is part of the proof, so the proof of one call is useless in another.
+    All begin anew when workers enter. The number is part of the proof, so the proof of one call is
+    useless in another.
     """
 
     def __init__(self) -> None:
-        self._job, self._counts = -1, dict[str, int]()
+        self._since, self._counts = (-1, 0), dict[str, int]()
 
     def next(self, where: str) -> int:
         """Return the number of the call of ``where`` that begins now."""
-        if self._job != adapter.session().job:
-            self._job, self._counts = adapter.session().job, {}
+        since = adapter.session().job, adapter.session().entries
+        if self._since != since:
+            self._since, self._counts = since, {}
         self._counts[where] = self._counts.get(where, 0) + 1
-        return self._counts[where]
+        return since[1] << _CALL_BITS | self._counts[where]
 
 
 _calls = _Calls()

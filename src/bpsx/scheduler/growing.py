@@ -50,6 +50,8 @@ class Growing(Shrinking):
         self._held: list[Callable[[], list[Output]]] = []
         self._order: list[int] = []  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
+        self._fresh: set[int] = set()  # those of them that may not have got the model yet
+        self._unsaid = False  # a worker was lost, and the scripts have not agreed on a moment
 
     # ---- the queue
 
@@ -184,12 +186,15 @@ class Growing(Shrinking):
 
     def _call(self, now: float) -> list[Output]:
         """Ask the workers to meet, if a newcomer waits and nothing forbids it."""
-        if not self._newcomers:
+        if not (self._newcomers or self._unsaid):
             return []
         if why := self._fixed_workers():
+            self._unsaid = False
             return self._refuse_newcomers(why)
         out = self._refuse_doubles(now)
-        if self._disturbed() or self._keys_move() or self._arrivals or not self._guests():
+        if self._disturbed() or self._keys_move() or self._arrivals:
+            return out
+        if not (self._guests() or self._unsaid):
             return out
         self._meeting.move(MeetingEvent.CALLED, self._live_idents(), now)
         return out + self._to_all({"type": "SOON", "meeting": self._meeting.number})
@@ -222,9 +227,10 @@ class Growing(Shrinking):
         if self._entering:
             return []
         why = self._disturbed()
-        if not self._guests():
+        connecting = meeting.stage is Stage.CONNECTING
+        if not (self._guests() or self._unsaid and not connecting):
             why = "nobody waits to join any more"
-        if meeting.stage is Stage.CONNECTING and (self._keys_move() or self._arrivals):
+        if connecting and (self._keys_move() or self._arrivals):
             why = "the job's servers change"
         if why:
             return self._call_off(why, now)
@@ -238,6 +244,8 @@ class Growing(Shrinking):
             )
         if self._keys_move() or self._arrivals:
             return []
+        if meeting.stage is Stage.GATHERING and not self._guests():
+            return self._part_again(now)
         if meeting.stage is Stage.GATHERING:
             return self._welcome_newcomers(now)
         return self._tell_servers(now)
@@ -256,7 +264,43 @@ class Growing(Shrinking):
         why = (
             f"after {waited:.0f} s not at a commit(): {late}; do all workers call it equally often?"
         )
+        self._unsaid = False
         return self._call_off(why, now) + self._refuse_newcomers(why)
+
+    def _lose_worker(self, node: Node, text: str, now: float) -> list[Output]:
+        """See :class:`~bpsx.scheduler.shrinking.Shrinking`.
+
+        The scripts have to agree on the moment at which they divide data and learning rates anew.
+        """
+        self._unsaid = True
+        self._fresh.discard(node.rank)
+        return super()._lose_worker(node, text, now)
+
+    def _fixed_workers(self) -> str:
+        """See :class:`~bpsx.scheduler.shrinking.Shrinking`."""
+        live = self._roster.live
+        if live and self._fresh.issuperset(live):
+            return "no worker that is left has got the model"
+        return super()._fixed_workers()
+
+    def synced(self, ident: bytes) -> list[Output]:
+        """Handle SYNCED: a worker that has joined has got the model."""
+        node = self.nodes.get(ident)
+        if node is not None:
+            self._fresh.discard(node.rank)
+        return []
+
+    def _part_again(self, now: float) -> list[Output]:
+        """All workers have stopped because one was lost: they go on, and their scripts hear of it.
+
+        A term tells so, as another scheduler has to repeat it to those who lack it.
+        """
+        assert self.terms is not None
+        self._meeting.move(MeetingEvent.ALL_MET, (), now)
+        self._unsaid = False
+        number, live = self.terms.skip(), len(self._roster.live)
+        text = f"term {number}: {live} workers have met, because others were lost"
+        return [*self._to_all(self._new_term([], text, met=True)), *self._replay()]
 
     def _call_off(self, why: str, now: float) -> list[Output]:
         """Let the workers go on; newcomers that connect wait for the next meeting."""
@@ -324,13 +368,17 @@ class Growing(Shrinking):
             self._stalls.enter(node.rank)
             self._order.append(node.rank)
             self.entered[node.rank] = self.terms.number
+            self._fresh.add(node.rank)
+        self._unsaid = False
         workers = list(self._roster.live.values())
         text = (
             f"{names([str(n) for n in newcomers])} has joined: the job goes on with term"
             f" {self.terms.number} and {len(workers)} workers"
         )
         self.notes.append(text)
-        term = self._new_term([], text, entered=[n.rank for n in newcomers], living=len(workers))
+        term = self._new_term(
+            [], text, entered=[n.rank for n in newcomers], living=len(workers), met=True
+        )
         told = [*workers, *self._roster.live_servers.values()]
         return [(n.ident, term) for n in told] + self._replay()
 

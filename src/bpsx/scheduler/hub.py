@@ -477,6 +477,8 @@ class Hub:
             return self._members.said_at(ident, message)
         if kind == "HERE":
             return self._members.here(ident, message)
+        if kind == "SYNCED":
+            return self._members.synced(ident)
         if kind == "READY":
             return self._members.ready(ident, message)
         if kind == "DEPART":

@@ -26,9 +26,10 @@ class Stage(Enum):
 class MeetingEvent(Enum):
     """Event in the life of a meeting."""
 
-    CALLED = auto()  #: a newcomer waits
+    CALLED = auto()  #: a newcomer waits, or a worker was lost
     ALL_SAID = auto()  #: the last AT
     ALL_HERE = auto()  #: the last HERE
+    ALL_MET = auto()  #: the last HERE, and no newcomer waits: workers were lost
     ALL_READY = auto()  #: the last READY
     ALL_CLEARED = auto()  #: the last CLEARED
     CALLED_OFF = auto()
@@ -42,6 +43,7 @@ MEETING: Table[Stage, MeetingEvent] = Table(
         Stage.ASKING: {MeetingEvent.ALL_SAID: Stage.GATHERING, MeetingEvent.CALLED_OFF: Stage.IDLE},
         Stage.GATHERING: {
             MeetingEvent.ALL_HERE: Stage.CONNECTING,
+            MeetingEvent.ALL_MET: Stage.IDLE,
             MeetingEvent.CALLED_OFF: Stage.IDLE,
         },
         Stage.CONNECTING: {

@@ -1,10 +1,10 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
 A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
-CONNECTED, DEPART, AT, HERE, READY, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED,
-RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY, SOON, MEET, OFF,
-LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends AGAIN and KNOWN, and
-gets RESUMED: docs/internals/elastic-scheduler.md.
+CONNECTED, DEPART, AT, HERE, READY, SYNCED, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED,
+FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY, SOON,
+MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends AGAIN and
+KNOWN, and gets RESUMED: docs/internals/elastic-scheduler.md.
 
 For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
 WATCH, TRACE, and VIEW to the observer.
@@ -19,7 +19,8 @@ answers MOVED once its driver has moved.
 
 LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about servers
 that leave it. docs/internals/elastic-servers.md and elastic-departures.md have their fields. AT,
-HERE, READY, SOON, MEET and OFF are about workers that join: docs/internals/elastic-joins.md.
+HERE, READY, SYNCED, SOON, MEET and OFF are about workers that join:
+docs/internals/elastic-joins.md.
 
 The places in PLACED and ADOPT are those that were given out first, in any term. Workers apply the
 moves of all terms themselves, also to tensors that they declare later.
@@ -44,7 +45,7 @@ MOST_PLACES = 1 << 15
 MOST_ITEMS = 4096
 
 #: Fields of TERM, in the order of AGAIN's ``terms``.
-TERM_FIELDS = ("term", "moves", "text", "missed", "yields", "dropped", "living", "entered")
+TERM_FIELDS = ("term", "moves", "text", "missed", "yields", "dropped", "living", "entered", "met")
 
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
@@ -108,6 +109,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "AT": {"meeting": _POSITION, "boundary": (int, 0, 2**62)},
     "HERE": {"meeting": _POSITION},
     "READY": {"meeting": _POSITION},
+    #: A worker that has joined has got the model: it has passed its first boundary.
+    "SYNCED": {},
     #: A server has to end and asks to leave the running job: the reply is GOODBYE or STAY.
     "DEPART": {"why": _TEXT},
     "BYE": {"failure": _TEXT},

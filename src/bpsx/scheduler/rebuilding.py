@@ -339,6 +339,9 @@ class Rebuilding(Membership):
             self.losses += [Loss(node, term.text, term.text) for node in of]
         self.restored = len(self.losses)
         self._history = [_message(term) for term in longest.terms]
+        last = max((t.number for t in longest.terms if t.met), default=0)
+        self._unsaid = any(t.dropped for t in longest.terms if t.number > last)
+        self._fresh = {rank for rank, r in workers.items() if r.fresh}
         self._order = [rank for rank in job.order_of_entry() if rank in self._roster.live]
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
@@ -509,7 +512,7 @@ def _refuse(ident: bytes, reason: str, over: bool) -> Output:
 
 def _message(t: Term) -> dict[str, Any]:
     return term_message(
-        t.number, t.moves, t.text, t.missed, t.yields, t.dropped, t.living, t.entered
+        t.number, t.moves, t.text, t.missed, t.yields, t.dropped, t.living, t.entered, t.met
     )
 
 

@@ -33,7 +33,7 @@ class Term:
     """A term as TERM told it.
 
     ``missed``: a sender had left before. ``dropped``, ``entered``: workers that were lost or have
-    joined. ``living``: number of workers then.
+    joined. ``living``: number of workers then. ``met``: it ended a meeting.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Term:
     dropped: list[int]
     living: int
     entered: list[int]
+    met: bool
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Report:
     joins: int = 0
     last: int = -1
     joined: bool = False
+    fresh: bool = False
     key: int = -1
     slots: dict[int, int] = field(default_factory=dict)
     known: dict[tuple[str, int], Known] = field(default_factory=dict)
@@ -140,14 +142,14 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     report.moved, report.epoch = _number(state["moved"]), _number(state["epoch"])
     report.reset = (_number(state["reset"][0], -64), _text(state["reset"][1]))
     report.joins, report.last = _number(state["joins"]), _number(state["last"], -1)
-    report.joined = bool(state["joined"])
+    report.joined, report.fresh = bool(state["joined"]), bool(state["fresh"])
     report.key = _number(state["key"], -1)
     report.slots = {_number(lane): _number(count) for lane, count in state["slots"]}
     return report
 
 
 def _term(given: Sequence[Any]) -> Term:
-    number, moves, text, missed, yields, dropped, living, entered = given
+    number, moves, text, missed, yields, dropped, living, entered, met = given
     return Term(
         _number(number),
         [(_number(lane), _targets(targets)) for lane, targets in moves],
@@ -157,6 +159,7 @@ def _term(given: Sequence[Any]) -> Term:
         [_number(rank) for rank in dropped],
         _number(living),
         [_number(rank) for rank in entered],
+        bool(met),
     )
 
 

@@ -63,11 +63,12 @@ def term_message(
     dropped: Sequence[int] = (),
     living: int = 0,
     entered: Sequence[int] = (),
+    met: bool = False,
 ) -> dict[str, Any]:
     """Return TERM.
 
     ``dropped``, ``entered``: ranks of workers that were lost or have joined. ``living``: number of
-    workers then.
+    workers then. ``met``: it ends a meeting.
     """
     return {
         "type": "TERM",
@@ -78,6 +79,7 @@ def term_message(
         "yields": yields or [],
         "dropped": list(dropped),
         "entered": list(entered),
+        "met": met,
         "living": living,
     }
 

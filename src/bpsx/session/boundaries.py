@@ -14,7 +14,10 @@ from bpsx.system.transitions import Table
 
 
 class Change(NamedTuple):
-    """The workers, by number, that have entered the job or were lost since the boundary before."""
+    """The workers, by number, that have entered the job or were lost since the last meeting.
+
+    All workers that have met get the same.
+    """
 
     entered: Sequence[int]
     lost: Sequence[int]
@@ -35,7 +38,7 @@ class PlaceEvent(Enum):
     SOON = auto()
     MEET = auto()
     STOPPED = auto()  #: HERE
-    ENTERED = auto()  #: TERM with newcomers
+    MET = auto()  #: TERM that ends the meeting
     OFF = auto()
 
 
@@ -45,12 +48,12 @@ PLACE: Table[Place, PlaceEvent] = Table(
         Place.FREE: {
             PlaceEvent.SOON: Place.ASKED,
             # This is a newcomer: for it there was no meeting.
-            PlaceEvent.ENTERED: Place.FREE,
+            PlaceEvent.MET: Place.FREE,
             PlaceEvent.OFF: Place.FREE,
         },
         Place.ASKED: {PlaceEvent.MEET: Place.BOUND, PlaceEvent.OFF: Place.FREE},
         Place.BOUND: {PlaceEvent.STOPPED: Place.HERE, PlaceEvent.OFF: Place.FREE},
-        Place.HERE: {PlaceEvent.ENTERED: Place.FREE, PlaceEvent.OFF: Place.FREE},
+        Place.HERE: {PlaceEvent.MET: Place.FREE, PlaceEvent.OFF: Place.FREE},
     },
 )
 
@@ -68,8 +71,12 @@ class Boundaries:
         self._meeting = -1
         self._passed = 0  # boundaries that this worker has passed since a worker last entered
         self._stop = 0  # boundary of the meeting
-        self._entered: list[int] = []
         self._lost: list[int] = []
+        self._change = Change((), ())
+        #: Whether the script has boundaries.
+        self.used = False
+        #: Whether this worker has joined late and may not have got the model.
+        self.fresh = False
 
     def pass_one(self, settle: Callable[[], None], send: Callable[..., None]) -> Change:
         """Pass the next boundary; wait there if the workers meet.
@@ -77,7 +84,7 @@ class Boundaries:
         ``settle``: waits until nothing of this worker is under way. ``send``: sends a message to
         the scheduler. Returns at once if the job ends meanwhile.
         """
-        settled = False
+        self.used, settled = True, False
         while True:
             with self._life.changed:
                 self._wait_for(lambda: self._place is not Place.ASKED)
@@ -87,14 +94,15 @@ class Boundaries:
                         self._stay(send)
                     else:
                         self._passed += 1
-                    return self._take_change()
+                    return self._take_change(send)
             settle()
             settled = True
 
-    def _take_change(self) -> Change:
-        change = Change(tuple(self._entered), tuple(self._lost))
-        self._entered.clear()
-        self._lost.clear()
+    def _take_change(self, send: Callable[..., None]) -> Change:
+        change, self._change = self._change, Change((), ())
+        if self.fresh and self._life.state not in OVER:
+            self.fresh = False
+            send("SYNCED")
         return change
 
     def _stay(self, send: Callable[..., None]) -> None:
@@ -130,12 +138,18 @@ class Boundaries:
             else:
                 self._move(PlaceEvent.OFF)
 
-    def enter(self, numbers: Sequence[int]) -> None:
-        """Workers have entered; all count boundaries from here."""
+    def meet(self, entered: Sequence[int], newcomer: bool) -> None:
+        """The meeting has ended: the script may hear of lost workers and of those that entered.
+
+        If some have, all count boundaries from here. ``newcomer``: this worker is one of them, and
+        begins with what the others do because of it.
+        """
         with self._life.changed:
-            self._passed = 0
-            self._entered += numbers
-            self._move(PlaceEvent.ENTERED)
+            self._passed = 0 if entered else self._passed
+            self.fresh = self.fresh or newcomer
+            self._change = Change((), ()) if newcomer else Change(tuple(entered), tuple(self._lost))
+            self._lost.clear()
+            self._move(PlaceEvent.MET)
 
     def lose(self, numbers: Sequence[int]) -> None:
         """Workers are lost."""

@@ -11,13 +11,15 @@ class Company:
     """The living workers of a job, as one of them sees it.
 
     Worker numbers never change; messages and logs show them. Scripts see places among the living
-    workers in the order of entry, without gaps. One thread calls :meth:`lose` and :meth:`enter`,
+    workers in the order of entry, without gaps. All see a change at the same moment, if they have
+    boundaries. One thread calls :meth:`lose` and :meth:`enter`,
     any thread the others.
     """
 
     def __init__(self, number: int, numbers: Sequence[int]) -> None:
         """``number``: this worker's. ``numbers``: those of all, in the order of entry."""
         self._number, self._living = number, list(numbers)
+        self._shown = self._living  # as the script sees them
         #: What cannot go on without any of the workers; "": nothing.
         self.needed_by = ""
 
@@ -30,30 +32,34 @@ class Company:
         old = [number for number in self._living if number not in numbers]
         self._living = [*old, *numbers]
 
+    def show(self) -> None:
+        """Let the script see the workers that live now."""
+        self._shown = self._living
+
     @property
     def has_me(self) -> bool:
         """Whether this worker is one of them, not a newcomer that has yet to hear that it is in."""
-        return self._number in self._living
+        return self._number in self._shown
 
     @property
     def rank(self) -> int:
         """This worker's place."""
-        return self._living.index(self._number)
+        return self._shown.index(self._number)
 
     @property
     def size(self) -> int:
         """Number of living workers."""
-        return len(self._living)
+        return len(self._shown)
 
     def place(self, number: int, what: str) -> int:
         """The place of worker ``number``.
 
         Raises :class:`~bpsx.errors.PeerLostError`, which names ``what``, if it has been lost.
         """
-        living = self._living
-        if number not in living:
+        shown = self._shown
+        if number not in shown:
             raise PeerLostError(f"{what}: worker {number} has been lost")
-        return living.index(number)
+        return shown.index(number)
 
     def number(self, rank: int, what: str) -> int:
         """The number of the worker in place ``rank``.
@@ -61,7 +67,7 @@ class Company:
         Raises :class:`~bpsx.errors.ConfigError`, which names ``what``, if a worker has been lost
         meanwhile and there is no such place any more.
         """
-        living = self._living
-        if rank >= len(living):
-            raise ConfigError(f"{what}: rank {rank}; expected 0 to {len(living) - 1}")
-        return living[rank]
+        shown = self._shown
+        if rank >= len(shown):
+            raise ConfigError(f"{what}: rank {rank}; expected 0 to {len(shown) - 1}")
+        return shown[rank]

@@ -23,12 +23,12 @@ class Decisions:
     ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of servers that have
     ended, of which no term has moved keys when it was told. ``terms``: number, moves, text, whether
     results may have gone with a worker, what living lanes yield, ranks of lost workers, number of
-    workers then, and ranks of workers that have joined. ``moved``: the latest term to which this
-    worker has moved, partitions, bytes pushed again. ``reset``: status and text of the latest
-    stall. ``joins``: number of joins that all have completed, and of terms in which workers have
-    entered; ``last``: the rank that came last to the latest join. ``cleared``: number of joins
-    whose marks this machine's root has cleared. ``doubt``: status and text, if this worker has
-    asked to end the job.
+    workers then, ranks of workers that have joined, whether a meeting ended. ``moved``: the latest
+    term to which this worker has moved, partitions, bytes pushed again. ``reset``: status and text
+    of the latest stall. ``joins``: number of joins that all have completed, and of terms in which
+    workers have entered; ``last``: the rank that came last to the latest join. ``cleared``: number
+    of joins whose marks this machine's root has cleared. ``doubt``: status and text, if this worker
+    has asked to end the job.
     """
 
     def __init__(self, servers: list[Any], keep: bool) -> None:
@@ -72,10 +72,18 @@ class Decisions:
         self._places.clear()
         self._failures.clear()
 
-    def report(self, epoch: int, joined: bool, broken: Iterable[int]) -> dict[str, Any]:
+    @property
+    def entries(self) -> int:
+        """Number of terms in which workers have entered."""
+        return sum(bool(term[TERM_FIELDS.index("entered")]) for term in self.terms)
+
+    def report(
+        self, epoch: int, joined: bool, fresh: bool, broken: Iterable[int]
+    ) -> dict[str, Any]:
         """What AGAIN says of this worker's state.
 
-        ``joined``: whether it waits in join(). ``broken``: lanes whose connections have ended.
+        ``joined``: whether it waits in join(). ``fresh``: whether it has joined the running job and
+        may not have got the model. ``broken``: lanes whose connections have ended.
         """
         return {
             "servers": self.servers,
@@ -87,6 +95,7 @@ class Decisions:
             "joins": self.joins,
             "last": self.last,
             "joined": joined,
+            "fresh": fresh,
             "key": self._key,
             "slots": sorted(self._slots.items()),
             "broken": sorted(broken),

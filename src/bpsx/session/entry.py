@@ -39,8 +39,8 @@ class WorkerResources:
     servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
     has been in an earlier job, from which workers may have kept different state. ``shrinks``: the
     job goes on without workers that it loses. ``numbers``: of the workers, in the order of entry.
-    ``joins``, ``epoch``: number of joins that have ended, and of resets after a stall. ``opened``
-    closes all of it.
+    ``joins``, ``epoch``: number of joins that have ended, and of resets after a stall. ``terms``:
+    TERMs of the time before. ``opened`` closes all of it.
     """
 
     core: Core
@@ -56,6 +56,7 @@ class WorkerResources:
     numbers: list[int]
     joins: int
     epoch: int
+    terms: list[Any]
     opened: ExitStack
 
     def abandon(self, error: BaseException) -> None:
@@ -97,7 +98,7 @@ def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool)
     for part in (near, endpoint, core):
         opened.callback(part.close)
     return WorkerResources(
-        core, endpoint, near, reporter, lanes, None, [], 0, again, False, [0], 0, 0, opened
+        core, endpoint, near, reporter, lanes, None, [], 0, again, False, [0], 0, 0, [], opened
     )
 
 
@@ -142,6 +143,7 @@ def _enter_job(
             welcome.get("living", list(range(config.size))),
             welcome.get("joins", 0),
             welcome.get("epoch", 0),
+            welcome.get("terms", []),
             opened.pop_all(),
         )
 

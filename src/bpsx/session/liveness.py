@@ -89,7 +89,10 @@ class Liveness(Declarations):
                 "failure": self._failure or None,
                 "cleared": self._decisions.cleared,
                 "state": self._decisions.report(
-                    self._epoch, self.state is Life.JOINED, self._lanes.broken
+                    self._epoch,
+                    self.state is Life.JOINED,
+                    self._boundaries.fresh,
+                    self._lanes.broken,
                 ),
             }
             return fields, parts(self._decisions.known(self._declared))
@@ -186,6 +189,11 @@ class Liveness(Declarations):
         # Last: whoever divides by the new number of workers pushes in the new term.
         self._company.lose(dropped)
         self._boundaries.lose(dropped)
+        if message["met"] or not self._boundaries.used:
+            self._company.show()
+        if message["met"]:
+            entered = message["entered"]
+            self._boundaries.meet(entered, self.number in entered)
 
     def _count_on(self, message: dict[str, Any]) -> None:
         """Go on with workers that have joined, this one perhaps. ``message``: TERM."""
@@ -196,8 +204,6 @@ class Liveness(Declarations):
         self._core.begin_term(message["term"], [], living=message["living"], enters=True)
         self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=message["text"])
         self._company.enter(entered)
-        # A newcomer begins with what the others do because of it.
-        self._boundaries.enter([] if self.number in entered else entered)
 
     def _tell_moved(self) -> None:
         """Tell the scheduler of each term in which this worker's partitions have moved."""

@@ -63,6 +63,7 @@ class Session(Liveness):
             resources.servers, keep=resources.link is not None and resources.link.outlives_scheduler
         )
         self._decisions.joins, self._epoch = resources.joins, resources.epoch
+        self._decisions.terms = resources.terms
         self.config, self.job, self.continued = config, resources.job, resources.continued
         self.number, self._company = config.rank, Company(config.rank, resources.numbers)
         self.shrinks = resources.shrinks
@@ -146,6 +147,12 @@ class Session(Liveness):
                 raise errors.PeerLostError(
                     f"{what} needs all {self.config.size} workers, of which {self.size} are left"
                 )
+
+    @property
+    def entries(self) -> int:
+        """How often workers have entered the running job; the same on all when they go on."""
+        with self._lock:
+            return self._decisions.entries
 
     @property
     def order(self) -> dict[str, int]:
