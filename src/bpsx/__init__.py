@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         trace_stop,
     )
     from bpsx.core._handle import Handle
+    from bpsx.plugin import arrays_elastic as elastic
+    from bpsx.plugin.arrays_elastic import State
 
 __version__ = "0.1.0"
 
@@ -61,10 +63,12 @@ __all__ = [
     "PeerLostError",
     "RendezvousError",
     "StallError",
+    "State",
     "TransportError",
     "barrier",
     "broadcast",
     "declare",
+    "elastic",
     "get_pushpull_speed",
     "init",
     "join",
@@ -85,6 +89,14 @@ __all__ = [
 ]
 
 
+#: Modules of the names that are not in ``api.verbs``.
+_ELSEWHERE = {
+    "Handle": "bpsx.core._handle",
+    "State": "bpsx.plugin.arrays_elastic",
+    "elastic": "bpsx.plugin.arrays_elastic",
+}
+
+
 def __dir__() -> list[str]:
     """List the public names, including the verbs that are not loaded yet."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
@@ -100,7 +112,6 @@ def __getattr__(name: str) -> Any:
             f"module 'bpsx' has no attribute {name!r}; what belongs to a framework is in"
             " bpsx.torch, bpsx.tensorflow, bpsx.keras, bpsx.mxnet"
         )
-    value = globals()[name] = getattr(
-        import_module("bpsx.core._handle" if name == "Handle" else "bpsx.api.verbs"), name
-    )
+    module = import_module(_ELSEWHERE.get(name, "bpsx.api.verbs"))
+    value = globals()[name] = module if name == "elastic" else getattr(module, name)
     return value

@@ -39,6 +39,8 @@ LAYERS = {
 LATE = {("bpsx.tensorflow.horovod.training", "bpsx.tensorflow.keras.horovod")}
 #: The package's public face: it loads the verbs of ``api`` lazily.
 FACE = "bpsx"
+#: It also loads ``plugin.arrays_elastic``. Modules that import it see only the verbs.
+FACE_LAYER = 2
 
 
 def room(module: str) -> str:
@@ -51,10 +53,9 @@ def test_imports_go_down(path):
     module = module_of(path)
     for imported in imports(path):
         here, there = room(module), room(imported)
+        layer = FACE_LAYER if module == FACE else LAYERS[here]
         if imported != "bpsx.__version__" and here != there:
-            assert LAYERS[there] > LAYERS[here], (
-                f"{module} ({LAYERS[here]}) imports {imported} ({LAYERS[there]})"
-            )
+            assert LAYERS[there] > layer, f"{module} ({layer}) imports {imported} ({LAYERS[there]})"
 
 
 def test_no_import_is_circular():

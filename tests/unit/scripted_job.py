@@ -137,7 +137,7 @@ class Worker(Node):
             self.send("SYNCED")
         if self.place == "bound" and self.passed == self.stop:
             self.place = "here"
-            self.send("HERE", meeting=self.meeting)
+            self.send("HERE", meeting=self.meeting, names="x" if self.tells else "")
 
     def declare(self, name: str, size: int) -> None:
         generation = self.generations.get(name, 0)
@@ -234,7 +234,7 @@ class Worker(Node):
             self.send("AT", meeting=self.meeting, boundary=self.passed)
         elif kind == "MEET":
             assert self.place == "asked" and m["boundary"] > self.passed
-            self.place, self.stop = "bound", m["boundary"]
+            self.place, self.stop, self.tells = "bound", m["boundary"], m["tells"]
         elif kind == "OFF":
             self.place = "free"
         elif kind == "TERM":
@@ -276,6 +276,7 @@ class Newcomer(Worker):
             self.over, self.lost, self.state = True, m.get("reason", "lost"), "over"
         elif m["type"] == "WELCOME":
             self.decisions = Decisions(m["servers"], True)
+            assert m["names_told"] == "x"
             self.decisions.terms = m["terms"]
             self.decisions.moved = (len(m["terms"]), 0, 0)
             self.decisions.joins, self.epoch, self.order = m["joins"], m["epoch"], m["living"]

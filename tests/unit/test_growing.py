@@ -35,7 +35,7 @@ def gathered(m, given, *live: bytes) -> dict:
     assert kinds(meet) == dict.fromkeys(live, "MEET")
     for ident in live:
         assert not m.tend(1.0)
-        m.here(ident, {"meeting": 1})
+        m.here(ident, {"meeting": 1, "names": "x"})
     ((ident, welcome),) = m.tend(1.0)
     assert ident == b"n1"
     return welcome
@@ -114,7 +114,7 @@ def test_workers_that_do_not_come_to_a_boundary_are_named():
     m, given = lost_one()
     m.hello(b"n1", given), m.tend(1.0)
     m.said_at(b"w0", {"meeting": 1, "boundary": 5}), m.said_at(b"w2", {"meeting": 1, "boundary": 5})
-    m.tend(1.0), m.here(b"w0", {"meeting": 1})
+    m.tend(1.0), m.here(b"w0", {"meeting": 1, "names": "x"})
     assert not m.tend(m.patience)
     out = m.tend(m.patience + 1.0)
     assert kinds(out) == {b"w0": "OFF", b"w2": "OFF", b"n1": "REFUSED"}

@@ -239,16 +239,25 @@ class Growing(Shrinking):
             return self._look_at_the_clock(now)
         if meeting.stage is Stage.ASKING:
             meeting.move(MeetingEvent.ALL_SAID, self._live_idents(), now)
-            return self._to_all(
-                {"type": "MEET", "meeting": meeting.number, "boundary": meeting.boundary}
-            )
+            return self._name_boundary()
         if self._keys_move() or self._arrivals:
             return []
-        if meeting.stage is Stage.GATHERING and not self._guests():
+        # The names come from a worker that may have been lost since.
+        if meeting.stage is Stage.GATHERING and not (meeting.names and self._guests()):
             return self._part_again(now)
         if meeting.stage is Stage.GATHERING:
             return self._welcome_newcomers(now)
         return self._tell_servers(now)
+
+    def _name_boundary(self) -> list[Output]:
+        """Tell all workers where they meet. The oldest tells newcomers which names there are."""
+        meeting = self._meeting
+        meeting.guests = bool(self._guests())
+        meet = {"type": "MEET", "meeting": meeting.number, "boundary": meeting.boundary}
+        return [
+            (w.ident, {**meet, "tells": meeting.guests and w.rank == self._order[0]})
+            for w in self._roster.live.values()
+        ]
 
     def _look_at_the_clock(self, now: float) -> list[Output]:
         """Call the meeting off if somebody keeps all others waiting for too long."""
@@ -327,6 +336,7 @@ class Growing(Shrinking):
             "servers": [[s.host, s.pid, s.lanes] for s in servers],
             "names": {"server": [str(s) for s in servers]},
             "meeting": self._meeting.number,
+            "names_told": self._meeting.names,
             "living": self._order,
             "ended": ended,
             "terms": [[term[field] for field in TERM_FIELDS] for term in self._history],

@@ -67,6 +67,8 @@ class Meeting:
         self.number = 0
         self.awaited: set[bytes] = set()
         self.since = 0.0
+        self.guests = False  # whether newcomers enter
+        self.names = ""  # what one of the workers tells them of names
         self._passed = 0  # the largest number of boundaries that a worker has passed
 
     def move(self, event: MeetingEvent, awaited: Collection[bytes], now: float) -> None:
@@ -75,13 +77,14 @@ class Meeting:
         self.awaited, self.since = set(awaited), now
         if event is MeetingEvent.CALLED:
             self.number += 1
-            self._passed = 0
+            self._passed, self.names = 0, ""
 
     def answer(self, stage: Stage, ident: bytes, m: dict[str, Any]) -> None:
         """Take AT, HERE or READY; those of other meetings mean nothing."""
         if m["meeting"] != self.number or self.stage is not stage:
             return
         self.awaited.discard(ident)
+        self.names = self.names or m.get("names", "")
         self._passed = max(self._passed, m.get("boundary", 0))
 
     @property

@@ -107,7 +107,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "CONNECTED": {"server": _POSITION, "failure": _TEXT},
     #: A worker has passed so many boundaries; it has stopped; a newcomer has connected.
     "AT": {"meeting": _POSITION, "boundary": (int, 0, 2**62)},
-    "HERE": {"meeting": _POSITION},
+    #: ``names``: what newcomers have to know of names, if MEET has asked for it.
+    "HERE": {"meeting": _POSITION, "names": (str, 0, MAX_BYTES_TO_HUB)},
     "READY": {"meeting": _POSITION},
     #: A worker that has joined has got the model: it has passed its first boundary.
     "SYNCED": {},

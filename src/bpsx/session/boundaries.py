@@ -71,6 +71,7 @@ class Boundaries:
         self._meeting = -1
         self._passed = 0  # boundaries that this worker has passed since a worker last entered
         self._stop = 0  # boundary of the meeting
+        self._tells = False  # this worker tells newcomers which names there are
         self._lost: list[int] = []
         self._change = Change((), ())
         #: Whether the script has boundaries.
@@ -78,11 +79,14 @@ class Boundaries:
         #: Whether this worker has joined late and may not have got the model.
         self.fresh = False
 
-    def pass_one(self, settle: Callable[[], None], send: Callable[..., None]) -> Change:
+    def pass_one(
+        self, settle: Callable[[], None], send: Callable[..., None], names: Callable[[], str]
+    ) -> Change:
         """Pass the next boundary; wait there if the workers meet.
 
         ``settle``: waits until nothing of this worker is under way. ``send``: sends a message to
-        the scheduler. Returns at once if the job ends meanwhile.
+        the scheduler. ``names``: what newcomers have to know of names. Returns at once if the job
+        ends meanwhile.
         """
         self.used, settled = True, False
         while True:
@@ -91,26 +95,29 @@ class Boundaries:
                 stops = self._place is Place.BOUND and self._passed + 1 == self._stop
                 if settled or not stops:
                     if stops:
-                        self._stay(send)
+                        self._stay(send, names)
                     else:
                         self._passed += 1
-                    return self._take_change(send)
+                    return self._take_change()
             settle()
             settled = True
 
-    def _take_change(self, send: Callable[..., None]) -> Change:
+    def _take_change(self) -> Change:
         change, self._change = self._change, Change((), ())
-        if self.fresh and self._life.state not in OVER:
-            self.fresh = False
-            send("SYNCED")
         return change
 
-    def _stay(self, send: Callable[..., None]) -> None:
+    def note_synced(self, send: Callable[..., None]) -> None:
+        """The script has passed a boundary by itself: a newcomer has got the model."""
+        if self.fresh:
+            self.fresh = False
+            send("SYNCED")
+
+    def _stay(self, send: Callable[..., None], names: Callable[[], str]) -> None:
         """Stop, until newcomers have entered or the meeting is off. The caller holds the lock."""
         self._life.move(Event.STOPPED)
         try:
             self._move(PlaceEvent.STOPPED)
-            send("HERE", meeting=self._meeting)
+            send("HERE", meeting=self._meeting, names=names() if self._tells else "")
             self._passed += 1
             # Another meeting may have been called before this thread wakes up.
             self._wait_for(lambda: self._place is not Place.HERE)
@@ -133,7 +140,7 @@ class Boundaries:
                 self._move(PlaceEvent.SOON)
                 send("AT", meeting=self._meeting, boundary=self._passed)
             elif kind == "MEET":
-                self._stop = message["boundary"]
+                self._stop, self._tells = message["boundary"], message["tells"]
                 self._move(PlaceEvent.MEET)
             else:
                 self._move(PlaceEvent.OFF)
@@ -146,7 +153,7 @@ class Boundaries:
         """
         with self._life.changed:
             self._passed = 0 if entered else self._passed
-            self.fresh = self.fresh or newcomer
+            self.fresh, self.used = self.fresh or newcomer, self.used or newcomer
             self._change = Change((), ()) if newcomer else Change(tuple(entered), tuple(self._lost))
             self._lost.clear()
             self._move(PlaceEvent.MET)

@@ -32,6 +32,11 @@ class Company:
         old = [number for number in self._living if number not in numbers]
         self._living = [*old, *numbers]
 
+    @property
+    def all_shown(self) -> bool:
+        """Whether the script sees the workers that live now."""
+        return self._shown == self._living
+
     def show(self) -> None:
         """Let the script see the workers that live now."""
         self._shown = self._living

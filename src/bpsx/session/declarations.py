@@ -28,6 +28,8 @@ from bpsx.session.decisions import Decisions
 from bpsx.session.join import Joining
 from bpsx.session.refusals import mine
 from bpsx.session.states import CLOSING, Life, Lifetime
+from bpsx.session.told_names import Signature, packed
+from bpsx.session.told_names import parse as parse_names
 from bpsx.telemetry.reporter import Reporter
 
 log = logging.getLogger("bpsx.session.session")
@@ -85,6 +87,8 @@ class Declarations:
             tuple[str, tuple[int, ...], int, CompressionSpec | None], Declaration
         ] = {}
         self._generations: dict[str, int] = {}  # next generation of each name
+        # Declarations of other workers that this one, which has joined, has not made yet.
+        self._told: dict[Signature, int] = {}
         # Refusals by the pattern of their names; they also apply to names that are seen later.
         self._renewed: Counter[tuple[str, str]] = Counter()
         self._failed: dict[str, Declaration] = {}  # latest failed declaration of each name
@@ -95,6 +99,23 @@ class Declarations:
         self._calls = 0
         # Push_pulls in progress as last reported: (name, generation) -> (round, is waited for).
         self._said: dict[tuple[str, int], tuple[int, bool]] = {}
+
+    # ---- names of workers that have joined
+
+    def _names_for_newcomers(self) -> str:
+        """The names with which this worker goes on, as text. The caller holds the lock."""
+        current = {
+            (name, shape, dtype, codec.text() if codec is not None else ""): declared.generation
+            for (name, shape, dtype, codec), declared in self._by_signature.items()
+            if declared.state is not DeclaredState.FAILED
+        }
+        return packed({**self._told, **current}, self._generations, self._renewed)
+
+    def _adopt_names(self, text: str) -> None:
+        """Go on with the names of another worker."""
+        told = parse_names(text)
+        self._told, self._renewed = told.current, told.renewed
+        self._generations.update(told.following)
 
     # ---- messages of the scheduler (control thread)
 
@@ -211,6 +232,7 @@ class Declarations:
                 self._failed,
                 self._said,
                 self._renewed,
+                self._told,
             ):
                 known.clear()
             self._epoch, self._calls = epoch, 0
@@ -307,6 +329,8 @@ class Declarations:
                 for known in [known for known in self._by_signature if known[0] == name]:
                     self._by_signature.pop(known).move(DeclaredEvent.CALL_REFUSED)
                 self._generations[name] += 1
+                for signature in [known for known in self._told if known[0] == name]:
+                    del self._told[signature]
             self._renewed[which] += 1
 
     def _generation(self, name: str) -> int:
@@ -383,8 +407,11 @@ class Declarations:
     ) -> Declaration:
         """Ask the scheduler for a tensor's keys, lanes and slots. The caller holds the lock."""
         assert self._link is not None
-        generation = self._generation(name)
-        self._generations[name] = generation + 1
+        text = codec.text() if codec is not None else ""
+        generation = self._told.pop((name, shape, dtype, text), -1)
+        if generation < 0:
+            generation = self._generation(name)
+            self._generations[name] = generation + 1
         declared = Declaration(generation, shape, dtype, nbytes, codec)
         self._declared[name, generation] = self._by_signature[name, shape, dtype, codec] = declared
         self._order.setdefault(name, len(self._order))

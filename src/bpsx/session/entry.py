@@ -40,7 +40,7 @@ class WorkerResources:
     has been in an earlier job, from which workers may have kept different state. ``shrinks``: the
     job goes on without workers that it loses. ``numbers``: of the workers, in the order of entry.
     ``joins``, ``epoch``: number of joins that have ended, and of resets after a stall. ``terms``:
-    TERMs of the time before. ``opened`` closes all of it.
+    TERMs of the time before. ``names``: see ``told_names.py``. ``opened`` closes all of it.
     """
 
     core: Core
@@ -57,6 +57,7 @@ class WorkerResources:
     joins: int
     epoch: int
     terms: list[Any]
+    names: str
     opened: ExitStack
 
     def abandon(self, error: BaseException) -> None:
@@ -98,7 +99,7 @@ def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool)
     for part in (near, endpoint, core):
         opened.callback(part.close)
     return WorkerResources(
-        core, endpoint, near, reporter, lanes, None, [], 0, again, False, [0], 0, 0, [], opened
+        core, endpoint, near, reporter, lanes, None, [], 0, again, False, [0], 0, 0, [], "", opened
     )
 
 
@@ -144,6 +145,7 @@ def _enter_job(
             welcome.get("joins", 0),
             welcome.get("epoch", 0),
             welcome.get("terms", []),
+            welcome.get("names_told", ""),
             opened.pop_all(),
         )
 

@@ -40,6 +40,8 @@ class Liveness(Declarations):
     def __init__(self, order: dict[str, int]) -> None:
         super().__init__(order)
         self._failure = ""  # why the job has failed
+        #: How often workers have joined the running job; the same on all when they go on.
+        self.entries = 0
         self._boundaries = Boundaries(self._life)
         # None: this process does not speak to servers, or they cannot change.
         self._late: LateServers | None = None
@@ -169,6 +171,7 @@ class Liveness(Declarations):
         moves, text, dropped = message["moves"], message["text"], message["dropped"]
         log.warning("%s", text)
         self._decisions.begin_term(message)
+        self._company.lose(dropped)
         if dropped and (what := self._company.needed_by):
             self._peer_lost(f"{text}; but {what} needs all workers")
             return
@@ -186,9 +189,8 @@ class Liveness(Declarations):
             )
         else:
             self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=text)
-        # Last: whoever divides by the new number of workers pushes in the new term.
-        self._company.lose(dropped)
         self._boundaries.lose(dropped)
+        # Last: whoever divides by the new number of workers pushes in the new term.
         if message["met"] or not self._boundaries.used:
             self._company.show()
         if message["met"]:
@@ -204,6 +206,7 @@ class Liveness(Declarations):
         self._core.begin_term(message["term"], [], living=message["living"], enters=True)
         self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=message["text"])
         self._company.enter(entered)
+        self.entries += 1
 
     def _tell_moved(self) -> None:
         """Tell the scheduler of each term in which this worker's partitions have moved."""

@@ -33,6 +33,8 @@ log = logging.getLogger("bpsx.session.session")
 BARRIER = "bpsx.barrier"
 #: Most tensors named in one stall report.
 MOST_REPORTED = 256
+#: Seconds between two boundaries of a worker that waits for an agreement.
+_AGREE_SECONDS = 0.01
 
 
 class Session(Liveness):
@@ -64,6 +66,8 @@ class Session(Liveness):
         )
         self._decisions.joins, self._epoch = resources.joins, resources.epoch
         self._decisions.terms = resources.terms
+        self.entries = self._decisions.entries
+        self._adopt_names(resources.names)
         self.config, self.job, self.continued = config, resources.job, resources.continued
         self.number, self._company = config.rank, Company(config.rank, resources.numbers)
         self.shrinks = resources.shrinks
@@ -147,12 +151,6 @@ class Session(Liveness):
                 raise errors.PeerLostError(
                     f"{what} needs all {self.config.size} workers, of which {self.size} are left"
                 )
-
-    @property
-    def entries(self) -> int:
-        """How often workers have entered the running job; the same on all when they go on."""
-        with self._lock:
-            return self._decisions.entries
 
     @property
     def order(self) -> dict[str, int]:
@@ -349,13 +347,28 @@ class Session(Liveness):
         has entered or was lost since the last call. One thread may call it at a time. Raises the
         error that has ended the job.
         """
+        change = self._pass_boundary()
+        if self._link is not None:
+            self._boundaries.note_synced(self._link.send)
+        return change
+
+    def _pass_boundary(self) -> Change:
         link = self._link
         if link is None or not self.shrinks:
             return Change((), ())
-        change = self._boundaries.pass_one(self._settle, link.send)
+        change = self._boundaries.pass_one(self._settle, link.send, self._names_for_newcomers)
         if self.state in OVER:
             self._raise_job_error()
         return change
+
+    def await_agreement(self) -> None:
+        """Pass boundaries until all workers have agreed on who is left, if one has been lost.
+
+        Raises the error that has ended the job.
+        """
+        while not self._company.all_shown:
+            self._pass_boundary()
+            time.sleep(_AGREE_SECONDS)
 
     def _settle(self) -> None:
         """Wait until nothing of this worker is under way."""

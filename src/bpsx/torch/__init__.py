@@ -50,6 +50,8 @@ from bpsx.torch.ops import (  # noqa: E402
 )
 from bpsx.torch.optimizer import DistributedOptimizer  # noqa: E402
 
+from bpsx.torch import elastic  # noqa: E402  isort: skip
+
 if _torch.distributed.is_available():
     from bpsx.torch import process_group as _process_group
     from bpsx.torch import rendezvous as _rendezvous
@@ -85,6 +87,7 @@ __all__ = [
     "byteps_push_pull",
     "ddp_comm_hook",
     "declare",
+    "elastic",
     "get_pushpull_speed",
     "init",
     "join",

@@ -70,16 +70,20 @@ class Gathering:
         return self._outputs
 
 
-def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: str) -> Gathering:
+def all_gather_async(
+    outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: str, needs_all: bool = True
+) -> Gathering:
     """Begin to fill ``outputs[r]`` with worker r's ``mine``.
 
     ``outputs``: ``size()`` dense tensors of one shape and any dtype. ``mine``: a tensor of that
     shape and dtype, which may be ``outputs[rank()]``. Any other tensor is copied, and may change at
     once. ``name``: the parts' wire names are ``name.0``, ``name.1``, … Workers must agree on name,
-    shape and dtype; calls of one name are matched in order.
+    shape and dtype; calls of one name are matched in order. ``needs_all``: the script cannot go on
+    without any of the workers.
     """
     ours = adapter.session()
-    ours.require_all("all_gather")
+    if needs_all:
+        ours.require_all("all_gather")
     stages = [
         o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs
     ]
@@ -95,11 +99,10 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
     return Gathering(handles, outputs, stages)
 
 
-def _gather_headers(count: int, kind: str, name: str) -> Gathering:
+def _gather_headers(count: int, kind: str, name: str, needs_all: bool = True) -> Gathering:
     header = _header(count, kind)
-    return all_gather_async(
-        [torch.empty_like(header) for _ in range(adapter.session().size)], header, name
-    )
+    outputs = [torch.empty_like(header) for _ in range(adapter.session().size)]
+    return all_gather_async(outputs, header, name, needs_all)
 
 
 def check_alike(kind: str, name: str, what: str) -> None:
@@ -107,7 +110,7 @@ def check_alike(kind: str, name: str, what: str) -> None:
 
     ``name``: wire name of the exchange. ``what``: start of the error's message.
     """
-    told = [_read(h)[1] for h in _gather_headers(0, kind, name).wait()]
+    told = [_read(h)[1] for h in _gather_headers(0, kind, name, needs_all=False).wait()]
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
             raise MismatchError(f"{what}: worker 0 has {told[0]}, worker {rank} has {theirs}")

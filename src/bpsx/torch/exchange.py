@@ -105,7 +105,8 @@ class Exchange:
         self._managed: list[Managed] = []
         self._known: set[int] = set()  # ids of the parameters
         self._startup = StartupCheck(self.owner, self._managed)
-        self._session: adapter.Session | None = None  # in which the kinds were agreed on
+        self._session: adapter.Session | None = None  # in which the kinds were agreed on,
+        self._entries = 0  # ... and how often workers had joined
         # Lost workers count in all gradients of a step or in none.
         self._group: adapter.CommitGroup | None = None
         self._begun = False  # backward has run since the last wait
@@ -453,11 +454,12 @@ class Exchange:
         return None
 
     def _follow_job(self) -> None:
-        """In a resumed job with other workers, forget what was agreed in the job before."""
+        """In a resumed job, or with workers that have joined, forget what was agreed before."""
         session = adapter.session()
         if session is not self._session:
-            self._session, self._late_usage = session, None
             self._group = session.group_of(m.info.wire for m in self._managed)
+        if session is not self._session or session.entries != self._entries:
+            self._session, self._entries, self._late_usage = session, session.entries, None
             for managed in self._managed:
                 managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:

@@ -26,14 +26,17 @@ _alive: weakref.WeakSet[StartupCheck] = weakref.WeakSet()
 
 
 class StartupCheck:
-    """Startup check, which runs once in each session and costs one small push_pull.
+    """Startup check, which runs once in each session, and when workers have joined the job.
+
+    It costs one small push_pull.
 
     The next :meth:`run` resumes an interrupted wait. Not thread-safe.
     """
 
     def __init__(self, owner: ExchangeOwner, managed: list[Managed]) -> None:
         self._owner, self._managed = owner, managed
-        self._session: object = None  # session in which it has run or is running
+        # Session in which it has run or is running, and how often workers had joined.
+        self._since: tuple[object, int] = (None, 0)
         self._rows: torch.Tensor | None = None
         self._handle: Handle | None = None  # sum in flight
         self._asks = False  # the sum in flight is the second one, which asks for swapped optimizers
@@ -50,7 +53,7 @@ class StartupCheck:
         return self._handle is not None
 
     def run(self) -> None:
-        """Compare with the other workers, unless that has been done in this session.
+        """Compare with the other workers, unless that has been done with these.
 
         :meth:`take` returns the problems.
 
@@ -73,11 +76,11 @@ class StartupCheck:
             raise MismatchError(self._fatal)
 
     def begin(self) -> None:
-        """Start the comparison, unless that has been done in this session. Does not wait."""
+        """Start the comparison, unless that has been done with these workers. Does not wait."""
         session = adapter.session()
-        if self._session is session or not self._managed:
+        if self._since == (session, session.entries) or not self._managed:
             return
-        self._session, self._fatal = session, ""
+        self._since, self._fatal = (session, session.entries), ""
         self._owner.session = session
         self._begin(session)
 

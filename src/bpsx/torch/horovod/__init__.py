@@ -1,9 +1,9 @@
 """Horovod's API for PyTorch: ``import bpsx.torch.horovod as hvd``.
 
 It replaces ``import horovod.torch as hvd``. It has all of ``horovod.torch`` 0.28, with its
-arguments, order and defaults, on top of :mod:`bpsx.torch`. Summation servers cannot do Adasum,
-process sets of some of the workers, and elastic training. These raise a
-:class:`~bpsx.errors.ConfigError` that names the alternative. Queries about MPI, gloo, NCCL and the
+arguments, order and defaults, on top of :mod:`bpsx.torch`. Summation servers cannot do Adasum
+and process sets of some of the workers. These raise a :class:`~bpsx.errors.ConfigError` that names
+the alternative. Queries about MPI, gloo, NCCL and the
 like return False, because none of them is in use. docs/start/migrating.md lists all names.
 
 Thread-safety is that of :mod:`bpsx.torch`.
@@ -27,6 +27,7 @@ from bpsx.plugin.horovod import (
     start_timeline,
     stop_timeline,
 )
+from bpsx.torch import elastic
 from bpsx.torch.batch_norm import SyncBatchNorm
 from bpsx.torch.compression import Compression
 from bpsx.torch.horovod.gathers import (
@@ -112,6 +113,7 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "elastic",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",

@@ -1,0 +1,154 @@
+"""Training that goes on when workers are lost or join: state, and the loop around the script.
+
+Names and arguments are those of Horovod's elastic API, so that its users know them.
+docs/internals/elastic-joins.md has the protocol beneath.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from bpsx.api.lifecycle import session
+from bpsx.errors import ConfigError, PeerLostError
+
+_Result = TypeVar("_Result")
+
+
+class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
+    """Workers have joined the job or were lost; :func:`run` begins the training function anew.
+
+    ``skip_sync``: nobody has joined, so all have the same state already.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("workers have joined the job or were lost")
+        self.skip_sync = skip_sync
+
+
+class State:
+    """What all workers have to agree on: the given values, as attributes of this object.
+
+    Not thread-safe. A subclass for a framework sends models and optimizers, too.
+    """
+
+    #: Names of attributes that are no values.
+    _OWN: tuple[str, ...] = ("_saved", "_names", "_callbacks")
+
+    def __init__(self, **values: Any) -> None:
+        if wrong := [name for name in values if hasattr(type(self), name) or name in self._OWN]:
+            raise ConfigError(
+                f"State: {wrong[0]!r} cannot be the name of a value, as State itself has it"
+            )
+        self._names = list(values)
+        self._callbacks: list[Callable[[], None]] = []
+        self._saved: dict[str, Any] = {}
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.save()
+
+    # ---- for the script
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Have ``callbacks`` called when workers have joined or were lost, before the next sync.
+
+        They may read the new ``rank()`` and ``size()``, and adapt learning rates and data. All
+        workers call them at the same boundary.
+        """
+        self._callbacks += callbacks
+
+    def commit(self) -> None:
+        """Save the state in memory, and let workers join; see :meth:`check_host_updates`.
+
+        It copies all values. Raises as :meth:`check_host_updates`.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Let workers join, here, between two steps.
+
+        All workers must call it (or :meth:`commit`) equally often. Raises
+        :class:`HostsUpdatedInterrupt` if workers have joined or were lost, on all workers in the
+        same call; and the error that has ended the job.
+        """
+        change = session().pass_boundary()
+        if change.entered or change.lost:
+            raise HostsUpdatedInterrupt(skip_sync=not change.entered)
+
+    # ---- for subclasses, and for run()
+
+    def save(self) -> None:
+        """Keep a copy of all values, for :meth:`restore`."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        """Get all values from rank 0, which has been in the job for longest; then save them.
+
+        All workers must call it. Raises as the broadcasts do.
+        """
+        if self._names:
+            values = self._broadcast({name: getattr(self, name) for name in self._names})
+            for name in self._names:
+                setattr(self, name, values[name])
+        self.save()
+
+    def regroup(self) -> None:
+        """Agree on what is left to do after the loss of a worker. All workers call it."""
+
+    def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return rank 0's ``values``."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the new workers; called by :meth:`on_reset` before the callbacks."""
+
+    def on_reset(self) -> None:
+        """Called by :func:`run` when workers have joined or were lost."""
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+
+def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorate a training function so that it goes on when workers are lost or join.
+
+    ``func(state, *args, **more)`` begins where ``state`` (a :class:`State`) says. It calls
+    ``state.commit()`` between steps. When workers have joined, that call ends ``func`` on all
+    workers; they get the state from rank 0 and call ``func`` again. A worker that joins begins with
+    the state of rank 0, too. After the loss of a worker ``func`` is called again with the state as
+    it is. If a broadcast fails because its sender has died, all go back to the last commit.
+
+    ``bpsx.init()`` comes before. Raises what ``func`` raises, and the error that has ended the job.
+    """
+
+    @functools.wraps(func)
+    def loop(state: State, *args: Any, **more: Any) -> _Result:
+        if not isinstance(state, State):
+            raise ConfigError(
+                f"elastic.run: the first argument of {func.__name__}() is"
+                f" {type(state).__name__}; expected a State"
+            )
+        agree = state.sync
+        while True:
+            try:
+                agree()
+                return func(state, *args, **more)
+            except HostsUpdatedInterrupt as e:
+                agree = state.regroup if e.skip_sync else state.sync
+            except PeerLostError:
+                if session().failure:
+                    raise
+                session().await_agreement()
+                state.restore()
+                agree = state.sync
+            state.on_reset()
+
+    return loop

@@ -1,0 +1,179 @@
+"""Training with PyTorch that goes on when workers are lost or join.
+
+Set ``BPSX_ELASTIC=shrink`` on all processes. docs/train/uneven-and-elastic.md has an example.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+
+from bpsx.api.lifecycle import initialised
+from bpsx.api.verbs import rank, size
+from bpsx.errors import ConfigError
+from bpsx.plugin import elastic
+from bpsx.plugin.elastic import HostsUpdatedInterrupt, run
+from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from bpsx.torch.objects import broadcast_object
+from bpsx.torch.ops import push_pull
+
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "State", "TorchState", "run"]
+
+
+class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
+    """Gives each worker its part of what is left of an epoch, whoever joins or is lost.
+
+    After each batch call :meth:`record_batch`; after each epoch :meth:`set_epoch`. As a value of
+    :class:`TorchState` it learns what other workers have processed. Not thread-safe.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        """``shuffle``: in an order that depends on ``seed`` and the epoch."""
+        self.dataset, self.shuffle, self.seed, self.epoch = dataset, shuffle, seed, 0
+        self.processed_indices: set[int] = set()
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: nothing has been processed."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that this worker has processed batch ``batch_idx`` of its iteration."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Note that ``indices`` of the dataset have been processed."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """The indices of batch ``batch_idx`` of this worker's iteration."""
+        first = batch_idx * batch_size
+        return self._mine[first : first + batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch and what has been processed."""
+        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.epoch = state["epoch"]
+        self.processed_indices = set(state["processed_indices"])
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left among the workers that are there now."""
+        self.rank, self.num_replicas = (rank(), size()) if initialised() else (0, 1)
+        done = self.processed_indices
+        left = [i for i in range(len(self.dataset)) if i not in done]
+        self.remaining_indices = left
+        self.num_samples = math.ceil(len(left) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        if self.shuffle:
+            order = torch.Generator().manual_seed(self.seed + self.epoch)
+            left = [left[i] for i in torch.randperm(len(left), generator=order).tolist()]
+        # All workers get equally many: the last ones repeat the first.
+        filled = (left * math.ceil(self.total_size / len(left)) if left else [])[: self.total_size]
+        self._mine = filled[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+    def _merge(self, name: str) -> None:
+        """Learn what all other workers have processed, and the epoch of rank 0."""
+        self.epoch = broadcast_object(self.epoch, 0, f"{name}.epoch")
+        done = torch.zeros(len(self.dataset), dtype=torch.int32)
+        done[list(self.processed_indices)] = 1
+        everybody = push_pull(done, average=False, name=f"{name}.processed")
+        self.processed_indices = set(everybody.nonzero().flatten().tolist())
+        self.reset()
+
+
+class State(elastic.State):
+    """Values that all workers have to agree on, as attributes.
+
+    Tensors, NumPy arrays, numbers and text travel plainly. Other objects are pickled, which needs a
+    job secret. See :class:`bpsx.plugin.elastic.State` for the methods.
+    """
+
+    def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = broadcast_object(values, 0, "elastic")
+        return found
+
+
+class TorchState(State):
+    """Models, optimizers, samplers and other values that all workers have to agree on.
+
+    ``model``: an :class:`torch.nn.Module`; ``optimizer``: an optimizer, also a
+    :class:`bpsx.torch.DistributedOptimizer`. Both may also be among ``more``, as may an
+    :class:`ElasticSampler`, under any names.
+    """
+
+    _OWN = (*State._OWN, "_parts", "_kept")
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **more: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer}
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"TorchState: model is {type(model).__name__}; expected a Module")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"TorchState: optimizer is {type(optimizer).__name__}; expected an Optimizer"
+            )
+        parts = {name: part for name, part in {**given, **more}.items() if _is_part(part)}
+        self._parts: dict[str, Any] = parts
+        self._kept: dict[str, Any] = {}
+        for name, part in parts.items():
+            setattr(self, name, part)
+        super().__init__(**{name: value for name, value in more.items() if name not in parts})
+
+    def save(self) -> None:
+        """Keep a copy of all values, for :meth:`restore`; on the devices on which they are."""
+        super().save()
+        self._kept = {n: copy.deepcopy(part.state_dict()) for n, part in self._parts.items()}
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        super().restore()
+        for name, state in self._kept.items():
+            self._parts[name].load_state_dict(copy.deepcopy(state))
+
+    def sync(self) -> None:
+        """Get all from rank 0, which has been in the job for longest; then save it.
+
+        Samplers learn what all workers have processed. All workers must call it. Raises as the
+        broadcasts do.
+        """
+        for name, part in self._parts.items():
+            if isinstance(part, torch.nn.Module):
+                broadcast_parameters(part.state_dict(), 0, prefix=f"elastic.{name}.")
+            elif isinstance(part, torch.optim.Optimizer):
+                broadcast_optimizer_state(part, 0, prefix=f"elastic.{name}.")
+            else:
+                part._merge(f"elastic.{name}")
+        super().sync()
+
+    def regroup(self) -> None:
+        """Let samplers divide what is left among the workers that are there now.
+
+        What a lost worker has processed since the last :meth:`sync` counts as left.
+        """
+        for name, part in self._parts.items():
+            if isinstance(part, ElasticSampler):
+                part._merge(f"elastic.{name}")
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, ElasticSampler))

@@ -1,0 +1,241 @@
+"""Training with bpsx.torch.elastic: workers are lost and join, and all end with equal weights."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bpsx.errors import ConfigError, PeerLostError
+from bpsx.plugin import elastic as plugin
+from bpsx.torch import elastic
+from bpsx.torch import horovod as hvd
+from support.jobs import TRANSPORTS, Job
+
+TRAINING = """
+    import torch, time, zlib
+    import bpsx.torch as bps
+
+    bps.init()
+    torch.manual_seed(bps.rank())  # so that only the sync makes weights equal
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+    )
+    optimizer = {optimizer}
+    optimizer = bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    made = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(600, 8, generator=made))
+    sampler = bps.elastic.ElasticSampler(data)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+
+    @bps.elastic.run
+    def train(state):
+        report(["train", bps.rank(), bps.size(), state.epoch, state.step, len(sampler)])
+        while state.epoch < 3:
+            for i, (x,) in enumerate(loader):
+                optimizer.zero_grad()
+                (model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+                optimizer.step()
+                sampler.record_batch(i, 4)
+                state.step += 1
+                report(["step", state.step])
+                time.sleep(0.003)
+                state.commit()
+            state.epoch += 1
+            sampler.set_epoch(state.epoch)
+            state.commit()
+
+    state = bps.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0, note="a")
+    state.register_reset_callbacks([lambda: report(["reset", bps.rank(), bps.size()])])
+    train(state)
+    weights = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    moments = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    moments = zlib.crc32(b"".join(t.numpy().tobytes() for t in moments))
+    report(["end", bps.rank(), bps.size(), state.step, weights, moments])
+    bps.shutdown()
+"""
+SGD = "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)"
+ADAM = "torch.optim.Adam(model.parameters(), lr=0.001)"
+
+
+def training(optimizer: str = SGD, **more) -> Job:
+    return Job(TRAINING.format(optimizer=optimizer), **more)
+
+
+def ends(job: Job, *workers: int) -> list[list]:
+    """The last reports of these workers, once they have ended well."""
+    everything = "\n".join(p.text()[-2000:] for p in job.processes)
+    assert [job.workers[i].wait() for i in workers] == [0] * len(workers), everything
+    return [job.workers[i].reports()[-1] for i in workers]
+
+
+@pytest.mark.parametrize(
+    ("transport", "optimizer"), [("zmq", SGD), ("tcp", ADAM), ("shm", SGD)], ids=str
+)
+def test_a_worker_is_lost_and_another_joins(transport, optimizer):
+    env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "shrink", "BPSX_CHECK_WEIGHTS": "error"}
+    with training(optimizer, workers=3, servers=2, env=env) as job:
+        job.workers[0].wait_for_line('["step", 10]')
+        job.workers[1].signal(signal.SIGKILL)
+        for survivor, rank in ((0, 0), (2, 1)):
+            job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
+        job.start_worker(1)
+        first, *others = ends(job, 0, 2, 3)
+        assert sorted(r[1] for r in (first, *others)) == [0, 1, 2] and first[2] == 3
+        assert all(r[3:] == first[3:] for r in others)
+        # All have begun anew at the same step, and divide what was left of the epoch.
+        trains = [[r for r in job.workers[i].reports() if r[0] == "train"] for i in (0, 2, 3)]
+        assert [t[2:] for t in trains[0]] == [t[2:] for t in trains[1]]
+        assert trains[2][0][2:] == trains[0][-1][2:] and len(trains[0]) == 3
+        steps = [r[1] for r in job.workers[0].reports() if r[0] == "step"]
+        assert steps == list(range(1, len(steps) + 1)), "a survivor has discarded a step"
+
+
+def test_rank_0_is_lost_while_it_sends_the_model():
+    """Whoever has the model then goes on, and sends it."""
+    source = TRAINING.format(optimizer=SGD).replace(
+        "train(state)\n",
+        """if bps.rank() == 0:
+        sent = bps.elastic.TorchState.sync
+        def sync(self):
+            if state.step:  # not the first
+                report(["sends"])
+                time.sleep(60)
+            sent(self)
+        bps.elastic.TorchState.sync = sync
+    train(state)
+""",
+        1,
+    )
+    with Job(source, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+        job.workers[0].wait_for_line('["step", 10]')
+        job.workers[2].signal(signal.SIGKILL)
+        job.workers[1].wait_for_line('["reset", 1, 2]')
+        job.start_worker(2)
+        job.workers[0].wait_for_line('["sends"]')
+        job.workers[0].signal(signal.SIGKILL)
+        first, second = ends(job, 1, 3)
+        assert first[2:] == second[2:] and first[2] == 2
+
+
+# ---- without a job
+
+
+@pytest.fixture
+def changes(monkeypatch) -> list:
+    """What the next boundaries report."""
+    found: list = []
+    fake = SimpleNamespace(
+        pass_boundary=lambda: found.pop(0) if found else SimpleNamespace(entered=(), lost=()),
+        failure="",
+        await_agreement=lambda: None,
+    )
+    monkeypatch.setattr(plugin, "session", lambda: fake)
+    return found
+
+
+class Local(plugin.State):
+    """A state whose rank 0 is this process."""
+
+    def _broadcast(self, values):
+        self.syncs = getattr(self, "syncs", 0) + 1
+        return values
+
+
+def test_run_begins_anew_when_workers_have_joined(changes):
+    changes += [SimpleNamespace(entered=(1,), lost=()), SimpleNamespace(entered=(), lost=(2,))]
+    state, calls = Local(step=0), []
+    state.register_reset_callbacks([lambda: calls.append("reset")])
+
+    @plugin.run
+    def train(state, most, by=1):
+        calls.append(state.step)
+        while state.step < most:
+            state.step += by
+            state.commit()
+        return "done"
+
+    assert train(state, 4) == "done"
+    assert calls == [0, "reset", 1, "reset", 2] and state.syncs == 2
+    assert train.__name__ == "train"
+
+
+def test_run_goes_back_to_the_last_commit_after_a_broadcast_has_failed(changes):
+    state, tries = Local(values=[1]), []
+
+    @plugin.run
+    def train(state):
+        tries.append(list(state.values))
+        if len(tries) == 1:
+            state.commit()
+            state.values.append(2)
+            raise PeerLostError("worker 0 is gone")
+
+    train(state)
+    assert tries == [[1], [1]]
+
+
+def test_run_needs_a_state(changes):
+    with pytest.raises(ConfigError, match=r"argument of nothing\(\) is int; expected a State"):
+        nothing(3)
+
+
+@plugin.run
+def nothing(state):
+    return None
+
+
+def test_names_that_state_has_itself_are_refused():
+    with pytest.raises(ConfigError, match="'commit' cannot be the name of a value"):
+        elastic.State(commit=3)
+    with pytest.raises(ConfigError, match="model is int; expected a Module"):
+        elastic.TorchState(model=3)
+    with pytest.raises(ConfigError, match="optimizer is str; expected an Optimizer"):
+        elastic.TorchState(optimizer="sgd")
+
+
+def test_restore_goes_back_to_what_was_saved():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    state = elastic.TorchState(model, optimizer, step=1, seen=[1])
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state.step, optimizer.param_groups[0]["lr"] = 5, 0.1
+    state.seen.append(2)
+    state.restore()
+    assert torch.equal(model.weight, before) and not optimizer.state
+    assert (state.step, state.seen, optimizer.param_groups[0]["lr"]) == (1, [1], 0.5)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 7, 100])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_sampler_gives_each_worker_its_part(monkeypatch, n, workers, shuffle):
+    samplers = []
+    for worker in range(workers):
+        monkeypatch.setattr(elastic, "initialised", lambda: True)
+        monkeypatch.setattr(elastic, "rank", lambda worker=worker: worker)
+        monkeypatch.setattr(elastic, "size", lambda: workers)
+        sampler = elastic.ElasticSampler(range(n), shuffle=shuffle)
+        sampler.set_epoch(2)
+        samplers.append(sampler)
+    parts = [list(s) for s in samplers]
+    assert {i for part in parts for i in part} == set(range(n))
+    assert len({len(part) for part in parts}) == 1 and sum(map(len, parts)) < n + workers
+    # What has been processed is not given again.
+    for sampler in samplers:
+        sampler.record_batch(0, 2)
+    done = {i for s in samplers for i in s.processed_indices}
+    assert samplers[0].get_indices(0, 2) == parts[0][:2]
+    for worker, sampler in enumerate(samplers):
+        monkeypatch.setattr(elastic, "rank", lambda worker=worker: worker)
+        sampler.load_state_dict({"epoch": 2, "processed_indices": sorted(done)})
+    assert {i for s in samplers for i in s} == set(range(n)) - done
+
+
+def test_horovods_names():
+    assert hvd.elastic is elastic
+    assert {"TorchState", "State", "ElasticSampler", "run"} <= set(hvd.elastic.__all__)
