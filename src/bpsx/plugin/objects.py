@@ -238,6 +238,7 @@ def gather_bytes(text: bytes, name: str) -> list[bytes]:
     The lengths travel first, then the texts, in each case of all workers at once.
     """
     ours = adapter.session()
+    ours.require_all("gathering objects")
     lengths = [np.array([len(text)], np.int64) for _ in range(ours.size)]
     for handle in [_begun(n, f"{name}.length.{root}", root) for root, n in enumerate(lengths)]:
         handle.wait()

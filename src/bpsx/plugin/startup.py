@@ -46,13 +46,14 @@ def digest_of(samples: Mapping[str, bytes]) -> int:
 
 
 def rows_of_all(name: str, own: Sequence[int]) -> list[list[int]]:
-    """Return every worker's ``own`` 64-bit numbers, by rank. Waits for all workers.
+    """Return every worker's ``own`` 64-bit numbers, by worker number. Waits for all workers.
 
-    Raises as :func:`bpsx.push_pull`.
+    A worker that has been lost has zeros. Raises as :func:`bpsx.push_pull`.
     """
     session = adapter.session()
-    rows = np.zeros((session.size, len(own)), np.int64)
-    rows[session.rank] = own
+    # Ranks change when a worker is lost, which the others notice at different moments.
+    rows = np.zeros((session.config.size, len(own)), np.int64)
+    rows[session.number] = own
     if session.config.asynchronous:  # a push_pull would add to the servers' values
         for rank, row in enumerate(rows):
             of_one = f"{name}, of worker {rank}"
