@@ -6,6 +6,7 @@ from bpsx.plugin.async_op cimport Call, Waste
 
 cdef bint python_ends() noexcept nogil
 cdef void submit(Call *call) noexcept nogil
+cdef void queue(Call *call) noexcept nogil
 cdef void end_call(Call *call) noexcept nogil
 cdef void throw_away(Waste *waste) noexcept nogil
 
@@ -20,3 +21,5 @@ cdef class CallPlan:
     cdef bint average
     cdef int64_t root
     cdef dict dtypes
+    cdef readonly object step
+    cdef int64_t key

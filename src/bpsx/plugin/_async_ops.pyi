@@ -1,8 +1,12 @@
 from collections.abc import Mapping, Sequence
 
+from bpsx.plugin.steps import Step
+
 class Kept: ...
 
 class CallPlan:
+    @property
+    def step(self) -> Step | None: ...
     def __init__(
         self,
         names: Sequence[str],
@@ -10,4 +14,5 @@ class CallPlan:
         average: bool,
         root: int,
         dtypes: Mapping[int, str],
+        step: Step | None = None,
     ) -> None: ...

@@ -25,6 +25,7 @@ from bpsx import errors
 
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import TensorView
+from bpsx.plugin.steps import Step
 from bpsx.core.waiters import OURS
 
 cdef Calls calls
@@ -55,6 +56,11 @@ cdef void submit(Call *call) noexcept nogil:
     if call.n == 0:             # an empty call: a plugin tests on loading whether calls work
         call.caller.settle(call)
         return
+    queue(call)
+
+
+cdef void queue(Call *call) noexcept nogil:
+    """Have the serving thread begin a call, also an empty one, after those queued before."""
     if not calls.served:
         serve()
     if not enqueue(&calls, call):
@@ -134,13 +140,19 @@ cdef void bury() noexcept:
     cdef uint32_t i
     lock(&calls.monitor)
     call, waste = calls.over, calls.waste
-    calls.over, calls.waste = NULL, NULL
+    calls.over, calls.waste, calls.uncounted = NULL, NULL, False
     unlock(&calls.monitor)
     while call != NULL:
         next_call = call.next
+        count(call)
+        step = step_of(call)
+        if step is not None:
+            step.end()
         for i in range(call.n):
             if call.parts[i].handle != NULL:
                 Py_DECREF(<Handle>call.parts[i].handle)
+        if call.step != NULL:
+            Py_DECREF(<object>call.step)
         if call.held != NULL:
             Py_DECREF(<object>call.held)
         free_call(call)
@@ -158,12 +170,15 @@ cdef class CallPlan:
     ``names`` and ``priorities`` (larger is more urgent): one of each per tensor. ``root``: rank of
     a broadcast's root, or -1 for a sum, or with ``average`` an average. ``dtypes``: the element
     types that can be summed (names in :mod:`bpsx.dtypes`), by the caller's numbers for them.
+    ``step``: the :class:`~bpsx.plugin.steps.Step` that the call belongs to. Without one the call's
+    sums are a step of their own, unless a ``key`` from 0 on says which step of one name each.
     """
 
-    def __init__(self, names, priorities, average, root, dtypes):
+    def __init__(self, names, priorities, average, root, dtypes, step=None):
         self.names, self.priorities, self.average, self.root, self.dtypes = list(names), list(
             priorities
         ), average, root, dict(dtypes)
+        self.step, self.key = step, -1
 
 
 cdef class Kept:
@@ -190,28 +205,64 @@ cdef void begin(Call *call) noexcept:
 
     The first part that the core refuses makes the call fail once the earlier parts have ended.
     """
-    cdef uint32_t i, left, begun = 0
-    cdef Handle handle
-    cdef CallPlan plan
+    cdef uint32_t left, begun = 0
     try:
-        plan = <CallPlan?>call.caller.plan(call)
-        session = adapter.session()
-        session.require_all("an operation of TensorFlow or MXNet")
-        for i in range(call.n):
-            handle = begin_part(session, plan, i, &call.parts[i])
-            Py_INCREF(handle)
-            call.parts[i].handle = <void *>handle
-            begun += 1
-            handle.call_at_end(&call.parts[i].at_end)
+        begin_parts(call, &begun)
     except BaseException as e:
         fail(call, e)
         mark_failed(&calls, call, TOLD)
+    count(call)
     with nogil:
         # Parts that have not begun, and this function's count; the last one may free the call.
         left = call.n + 1 - begun
         while left:
             left -= 1
             over(call)
+
+
+cdef begin_parts(Call *call, uint32_t *begun):
+    """Submit the parts of a call, and count them in ``begun``."""
+    cdef uint32_t i
+    cdef Handle handle
+    cdef CallPlan plan = <CallPlan?>call.caller.plan(call)
+    session = adapter.session()
+    step = plan.step
+    if step is None and session.shrinks and plan.root < 0:
+        if plan.key >= 0:
+            step = Step.of_key(session, plan.key, plan.names[0])
+        elif call.n > 1:
+            step = Step.of_one(session)
+        if step is not None:
+            Py_INCREF(step)
+            call.step = <void *>step
+    if step is not None:
+        session.group_of(plan.names, step.group)
+    try:
+        for i in range(call.n):
+            handle = begin_part(session, plan, i, &call.parts[i])
+            Py_INCREF(handle)
+            call.parts[i].handle = <void *>handle
+            begun[0] += 1
+            handle.call_at_end(&call.parts[i].at_end)
+    finally:
+        if step is not None:
+            session.disband(plan.names)
+
+
+cdef object step_of(Call *call):
+    if call.step != NULL:
+        return <object>call.step
+    plan = <object>call.held if call.held != NULL else None
+    return (<CallPlan>plan).step if isinstance(plan, CallPlan) else None
+
+
+cdef void count(Call *call) noexcept:
+    """Tell a call's step that it has begun, or never will."""
+    if not call.counted:
+        call.counted = True
+        step = step_of(call)
+        if step is not None:
+            step.count()
 
 
 cdef begin_part(session, CallPlan plan, uint32_t i, Part *part):

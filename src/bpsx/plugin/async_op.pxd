@@ -52,6 +52,9 @@ cdef struct Call:               # First field of the caller's own struct.
     int64_t left                # Parts under way, plus one for the thread that begins them.
     # TOLD: the caller knows the error. Otherwise the failed part, counted from 1, or 0 for none.
     int64_t failed
+    void *step                  # Python Step (owned), unless `held` is a plan with one; or NULL.
+    bint awaited                # `held` has a step, whose other calls wait until it is counted.
+    bint counted                # Its step knows that it has begun, or never will.
     uint32_t n                  # Number of parts.
     Part *parts
     Call *next
@@ -71,6 +74,7 @@ cdef struct Calls:
     int64_t ended               # Python ends; no thread begins calls.
     bint served                 # The serving thread runs.
     Call *over                  # Finished calls; only their Python objects remain.
+    bint uncounted              # One of them has never begun, and its step may wait for it.
     Waste *waste
 
 
@@ -164,7 +168,9 @@ cdef inline bint wait_for_calls(Calls *calls, Call **first, Call **failed) noexc
     """
     cdef bint go_on
     lock(&calls.monitor)
-    while calls.first == NULL and calls.failed == NULL and not calls.ended:
+    while (
+        calls.first == NULL and calls.failed == NULL and not calls.uncounted and not calls.ended
+    ):
         calls.idle = True
         wait(&calls.monitor)
         calls.idle = False
@@ -180,6 +186,10 @@ cdef inline void put_over(Calls *calls, Call *call) noexcept nogil:
     lock(&calls.monitor)
     call.next = calls.over
     calls.over = call
+    if call.awaited and not call.counted:
+        calls.uncounted = True
+        if calls.idle:
+            notify_all(&calls.monitor)
     unlock(&calls.monitor)
 
 

@@ -129,6 +129,11 @@ class Session(Liveness):
         self._core.groups.update(dict.fromkeys(names, found))
         return found
 
+    def disband(self, names: Iterable[str]) -> None:
+        """Later push_pulls of ``names`` belong to no group. Those that have begun still do."""
+        for name in names:
+            self._core.groups.pop(name, None)
+
     def seal(self, group: CommitGroup | None) -> None:
         """All push_pulls of a step have begun: they may be waited for. Idempotent."""
         if group is not None and self.state not in (Life.LEAVING, Life.CLOSED):
