@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from support.jobs import Job
+from support.worker_deaths import SHRINK, survivors_agree
 
-SHRINK = {"BPSX_ELASTIC": "shrink"}
 #: Elements of the parameters. Gradients of worker ``r`` are 10 ** r everywhere.
 SIZES = [10, 3_000, 300_000, 700_000, 5, 40_000, 1_000, 90_000]
 TRAINING = """
@@ -55,21 +55,6 @@ TRAINING = """
     report([bps.rank(), bps.size()])
     bps.shutdown()
 """
-
-
-def survivors_agree(job: Job, lost: int, workers: int) -> list[float]:
-    """Check that all survivors moved all weights by the same in each step; return the moves."""
-    living = [of for of in range(workers) if of != lost]
-    found = []
-    for of in living:
-        assert job.workers[of].wait() == 0, job.workers[of].text() + job.scheduler.text()
-        *steps, place = job.workers[of].reports()
-        assert place == [living.index(of), len(living)]
-        found.append([one for one in steps if one[0] != "step"])
-    assert all(moves == found[0] for moves in found)
-    assert all(len(step) == 1 for step in found[0]), found[0]
-    assert job.scheduler.wait() == 0
-    return [step[0] for step in found[0]]
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -32,6 +32,7 @@ cdef struct Api:
     void (*get_shape)(void *context, int i, void *shape, void *status) noexcept nogil
     void (*set_shape)(void *context, int i, void *shape, void *status) noexcept nogil
     void (*delete_shape)(void *shape) noexcept nogil
+    void *(*new_scalar)(void *context) noexcept nogil
     # Kernels of an op
     void *(*new_kernel)(
         const char *op, const char *device, void *(*create)(void *) noexcept nogil,
@@ -60,6 +61,7 @@ cdef struct Api:
         void *context, const int *candidates, int n, int i, const int64_t *dims, int n_dims,
         int *forwarded, void *status
     ) noexcept nogil
+    void (*set_output)(void *context, int i, const void *tensor, void *status) noexcept nogil
     void (*fail)(void *context, void *status) noexcept nogil
     void (*run_done)(void *done) noexcept nogil
     # Tensors and statuses
@@ -106,6 +108,7 @@ cdef inline const char *find_all(Api *api) noexcept nogil:
     find(library, &missing, b"TF_ShapeInferenceContextGetInput", <void **>&api.get_shape)
     find(library, &missing, b"TF_ShapeInferenceContextSetOutput", <void **>&api.set_shape)
     find(library, &missing, b"TF_DeleteShapeHandle", <void **>&api.delete_shape)
+    find(library, &missing, b"TF_ShapeInferenceContextScalar", <void **>&api.new_scalar)
     find(library, &missing, b"TF_NewAsyncKernelBuilder", <void **>&api.new_kernel)
     find(library, &missing, b"TF_RegisterKernelBuilder", <void **>&api.register_kernel)
     find(library, &missing, b"TF_OpKernelConstruction_GetAttrSize", <void **>&api.attr_size)
@@ -120,6 +123,7 @@ cdef inline const char *find_all(Api *api) noexcept nogil:
     find(library, &missing, b"TF_NumOutputs", <void **>&api.n_outputs)
     find(library, &missing, b"TF_GetInput", <void **>&api.get_input)
     find(library, &missing, b"TF_ForwardInputOrAllocateOutput", <void **>&api.make_output)
+    find(library, &missing, b"TF_SetOutput", <void **>&api.set_output)
     find(library, &missing, b"TF_OpKernelContext_Failure", <void **>&api.fail)
     find(library, &missing, b"TF_RunAsyncOpKernelDoneCallback", <void **>&api.run_done)
     find(library, &missing, b"TF_TensorType", <void **>&api.dtype)

@@ -23,6 +23,8 @@ from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.sparse import sum_of_slices
 
+#: What a worker with a gradient adds to the count of them: more than there can be workers.
+_USED = 2**16
 #: By session: whether a source has sparse gradients (tf.IndexedSlices) on some worker, and dense
 #: ones on none, where that is known. The same on all workers.
 _sparse: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -120,6 +122,7 @@ class Exchange(GradientExchange):
             if eager and not as_dense
             else [isinstance(g, tf.IndexedSlices) and not as_dense for g in found]
         )
+        self._check_whole(names, sparse)
         found = [
             g if g is None else _slices(g) if s else tf.convert_to_tensor(g)
             for g, s in zip(found, sparse, strict=True)
@@ -156,8 +159,8 @@ class Exchange(GradientExchange):
     ) -> list[Any]:
         """Replace the dense gradients in ``found`` by their sums.
 
-        ``used``, in eager code: where this worker has a gradient. Returns for each source how many
-        workers have one.
+        ``used``, in eager code: where this worker has a gradient. Returns for each source a number
+        that is 0 if no worker has one.
         """
         wired = [self._compression.compress(found[i]) for i in dense]
         tensors, wanted, urgent = (
@@ -167,10 +170,9 @@ class Exchange(GradientExchange):
         )
         if used:
             order = _order_of(wires)
-            # With averaged gradients this tensor is averaged, too: the mean has to be the number of
-            # workers.
-            one = adapter.session().size if self._average else 1
-            tensors.append(tf.constant([one * used[i] for i in order], tf.int32))
+            # With averaged gradients this tensor is averaged, too, and must not become 0. The
+            # number of workers would not do: a worker may be lost between here and the sum.
+            tensors.append(tf.constant([_USED * used[i] for i in order], tf.int32))
             wanted.append(USED_COUNTS + wires[order[0]])
             urgent.append(-len(found))
         totals = sums(
@@ -188,6 +190,19 @@ class Exchange(GradientExchange):
         for i, total, (_, ctx) in zip(dense, totals, wired, strict=True):
             found[i] = self._compression.decompress(total, ctx)
         return counts
+
+    def _check_whole(self, names: Sequence[str], sparse: Sequence[bool]) -> None:
+        """Raise :class:`ConfigError` for sparse gradients in a job that goes on without workers.
+
+        Numbers of rows travel first, so rows cannot count together with the other gradients.
+        """
+        found = [name for name, is_sparse in zip(names, sparse, strict=True) if is_sparse]
+        if found and adapter.session().shrinks:
+            raise ConfigError(
+                f"{self._verb}: gradient of {found[0]!r}: it is a tf.IndexedSlices, which does not"
+                " work with BPSX_ELASTIC=shrink. Give sparse_as_dense=True, or set"
+                " BPSX_ELASTIC=servers"
+            )
 
     def _check_sparse(self, name: str) -> None:
         if name in self.choices and self.choices[name].momentum:

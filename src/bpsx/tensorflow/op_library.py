@@ -1,14 +1,14 @@
 """Loads the operations of ``_ops.pyx`` into TensorFlow.
 
-TensorFlow makes two functions of them: ``push_pull(tensors, rate, names, priorities, average)`` and
-``broadcast(tensors, names, root_rank)``. Each is one operation for a list of tensors. Eager code
-executes it at once; otherwise it is added to the graph.
+:func:`push_pull` and :func:`broadcast` are one operation for a list of tensors. Eager code executes
+it at once; otherwise it is added to the graph. :func:`push_pull_together` is for graphs only.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 import re
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from bpsx.tensorflow.op_order import keep_turns
 
 #: Names of the operations in TensorFlow.
 PUSH_PULL, BROADCAST = "BpsxPushPull", "BpsxBroadcast"
+BEGIN, END = "BpsxBegin", "BpsxEnd"
 
 
 def _load() -> ModuleType:
@@ -80,7 +81,7 @@ def check_callbacks() -> None:
 
 
 _library = _load()
-keep_turns(PUSH_PULL, BROADCAST)
+keep_turns(PUSH_PULL, BROADCAST, BEGIN, END)
 check_header()
 check_callbacks()
 
@@ -95,6 +96,23 @@ def push_pull(
                 tensors, rate, names=names, priorities=priorities, average=average
             )
         )
+
+
+def push_pull_together(
+    tensors: list[tf.Tensor], rate: Any, names: list[str], priorities: list[int], average: bool
+) -> list[tf.Tensor]:
+    """Return sums or averages that end together, each begun when its tensor is complete.
+
+    No operation waits for one that may never run, as after an error elsewhere in the graph.
+    """
+    how = {"average": average, "step": random.getrandbits(62)}
+    with tf.device("CPU:0"):
+        begun = [
+            _library.bpsx_begin(tensor, rate, names=[name], priorities=[priority], **how)
+            for tensor, name, priority in zip(tensors, names, priorities, strict=True)
+        ]
+        pending, tokens = zip(*begun, strict=True)
+        return list(_library.bpsx_end(pending, tokens, names=names, priorities=priorities, **how))
 
 
 def broadcast(tensors: list[tf.Tensor], names: list[str], root_rank: int) -> list[tf.Tensor]:

@@ -1,6 +1,7 @@
 """Sums and copies of lists of checked tensors, in an order that all workers share.
 
-Eager code gets one operation for all tensors of a list, a graph one for each.
+Eager code gets one operation for all tensors of a list, a graph one for each. In a job that goes on
+without lost workers the sums of a list count as a whole, so a graph gets one more, which ends them.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def sums(
     def of(part: slice) -> list[tf.Tensor]:
         return op_library.push_pull(list(tensors[part]), rate, known[part], urgent[part], average)
 
+    together = len(tensors) > 1 and not tf.executing_eagerly() and adapter.initialised()
+    if together and adapter.session().config.may_lose_workers:
+        return op_library.push_pull_together(list(tensors), rate, known, urgent, average)
     return _begun(len(tensors), of)
 
 
@@ -119,6 +123,7 @@ def _copies_of_gradients(
 
     All workers' losses count, and all of them depend on the root's values.
     """
+    adapter.session().require_all("the gradient of a broadcast")
     totals = _sums_of_gradients(gradients, names, False, [0] * len(names))
     if root_rank == adapter.session().rank:
         return totals
@@ -137,6 +142,17 @@ def _gradient_of_sums(op: tf.Operation, *gradients: Any) -> list[Any]:
         ),
         None,
     ]
+
+
+@gradient_of(op_library.BEGIN)
+def _gradient_of_beginning(op: tf.Operation, pending: Any, _: Any) -> list[Any]:
+    """Gradient of a tensor whose sum is ended elsewhere. The learning rate has none."""
+    return [pending, None]
+
+
+@gradient_of(op_library.END)
+def _gradient_of_ending(op: tf.Operation, *gradients: Any) -> list[Any]:
+    return [*_gradient_of_sums(op, *gradients)[:-1], *[None] * len(gradients)]
 
 
 @gradient_of(op_library.BROADCAST)

@@ -39,6 +39,8 @@ def filled(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
 def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
     """Return every worker's ``own``, an int64 scalar or vector, by rank. One small push_pull."""
     ours = adapter.session()
+    # Rows of the result belong to workers in the order of their ranks.
+    ours.require_all("allgather, alltoall and push_pull of tf.IndexedSlices")
     mine = tf.one_hot(ours.rank, ours.size, dtype=tf.int64)
     mine = tf.reshape(mine, [-1, *[1] * own.shape.rank]) * own[None]
     return sums([mine], [name], average=False)[0]

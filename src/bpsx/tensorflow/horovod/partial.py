@@ -133,6 +133,8 @@ class PartialExchange(Exchange):
             given,
         )
         found = dict(zip(shared, exchanged, strict=True))
+        if self._scale_local and len(found) < len(sources):
+            adapter.session().require_all("scale_local_gradients")
         scale = 1 / adapter.session().size if self._scale_local else 1.0
         for i, gradient in enumerate(gradients):
             if i not in found:

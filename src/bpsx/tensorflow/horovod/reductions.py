@@ -43,6 +43,7 @@ def _reduced_here(tensor: tf.Tensor, wire: str, how: How) -> tf.Tensor:
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
+        adapter.session().require_all(f"{how.verb} with op=hvd.{how.op.name}")
         size = adapter.session().size
         told = [copies([given], [f"{wire}.{root}"], root)[0] for root in range(size)]
 
@@ -79,6 +80,7 @@ def _reduced(
     for tensor, total, (_, ctx) in zip(tensors, found, wired, strict=True):
         whole = compression.decompress(total, ctx)
         if _averages_here(tensor, how):
+            adapter.session().require_all("an average of integers")
             whole = tf.truncatediv(whole, tf.cast(adapter.session().size, whole.dtype))
         results.append(_scaled(whole, how.postscale))
     return results
@@ -182,6 +184,7 @@ def _own_rows(whole: tf.Tensor) -> tf.Tensor:
     reducescatter is size() times that.
     """
     ours = adapter.session()
+    ours.require_all("reducescatter")
     count = whole.shape[0] if whole.shape[0] is not None else tf.shape(whole)[0]
     first, end = (_first_row(count, rank, ours.size) for rank in (ours.rank, ours.rank + 1))
     return with_gradient_times(whole[first:end], ours.size)

@@ -251,7 +251,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "a number from 0")
 
         def multiplier(epoch: float) -> float:
-            size = adapter.session().size
+            # That of the job's beginning: when a worker is lost, the others notice it in different
+            # batches, and must have the same rate in each.
+            size = adapter.session().config.size
             # with the last batch of an epoch the rate reaches the value for the epoch's end
             done = epoch + 1.0 / float(self.steps_per_epoch or 1)
             return 1.0 / size * (min(done / warmup_epochs, 1.0) * (size - 1) + 1)

@@ -27,6 +27,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Return the moments of this worker's batch, averaged over workers."""
         mean, variance = super()._moments(inputs, mask)
+        # A lost worker would count in the moments of a step and not in its gradients.
+        adapter.session().require_all("SyncBatchNormalization")
         if adapter.session().size == 1:
             return mean, variance
         own = tf.stack([mean, variance + tf.square(mean)])
