@@ -178,6 +178,7 @@ def push(
     ticket.push, made.turn = made, <OpOrder *>turn
     Py_INCREF(plan)
     made.call.held, made.call.rate = <void *>plan, rate
+    made.call.awaited = plan.step is not None
     made.again = isinstance(plan, Refused) and (<Refused>plan).again
     context.kind, context.index = CPU, 0
     with nogil:

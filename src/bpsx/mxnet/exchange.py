@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mxnet as mx
 
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, overwrite, submit
+from bpsx.plugin import adapter
 from bpsx.plugin.compression_params import Params, check_names
 from bpsx.plugin.exchange import PREFIX, USED_COUNTS, GradientExchange
 from bpsx.plugin.momentum import Momentum
+from bpsx.plugin.steps import Step
 
+#: Under this prefix and the first parameter's name workers count how many of them are in a step.
+WORKER_COUNTS = "Workers with gradients from "
 #: Prefixes of all names that an exchange uses.
-BEGINNINGS = (PREFIX, USED_COUNTS)
+BEGINNINGS = (PREFIX, USED_COUNTS, WORKER_COUNTS)
 _VERB = "DistributedTrainer"
 
 
@@ -34,12 +39,19 @@ class Exchange(GradientExchange):
         self._momentum = momentum
 
     def __call__(
-        self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()
-    ) -> None:
+        self,
+        rate: Callable[[], float],
+        scale: float = 1.0,
+        absent: Sequence[int] = (),
+        average: bool = False,
+        counts: bool = False,
+    ) -> Any:
         """Begin to exchange all gradients, times ``scale``; the first ones are the most urgent.
 
         ``rate``: returns the learning rate; called if compression needs it. ``absent``: indices of
-        the Parameters to leave out. Raises :class:`ConfigError`.
+        the Parameters to leave out. ``average``: average over workers instead of summing.
+        ``counts``: return an int32 array that will hold the number of workers that are summed.
+        Raises :class:`ConfigError`.
         """
         trained = [
             name
@@ -50,15 +62,22 @@ class Exchange(GradientExchange):
             trained, self._momentum, lambda: dict(zip(self.names, self._own, strict=True))
         )
         now = rate() if self.needs_rate else -1.0
-        for i, parameter in enumerate(self._parameters):
-            if parameter.grad_req == "null" or i in absent:
-                continue
-            gradients = parameter.list_grad()
-            add_devices(gradients)
-            if scale != 1.0:
-                with mx.autograd.pause():
-                    gradients[0] *= scale
-            overwrite(gradients, PREFIX + self.names[i], priority=-i, rate=now)
+        session, workers = adapter.session(), None
+        with Step(session) if session.shrinks else nullcontext() as step:
+            for i, parameter in enumerate(self._parameters):
+                if parameter.grad_req == "null" or i in absent:
+                    continue
+                gradients = parameter.list_grad()
+                add_devices(gradients)
+                if scale != 1.0:
+                    with mx.autograd.pause():
+                        gradients[0] *= scale
+                how = {"average": average, "priority": -i, "rate": now, "step": step}
+                overwrite(gradients, PREFIX + self.names[i], **how)
+            if counts and self.names:
+                workers = mx.nd.ones((1,), dtype="int32", ctx=mx.cpu())
+                submit(workers, WORKER_COUNTS + self.names[0], step=step)
+        return workers
 
     def agree_on_users(self) -> list[int]:
         """Set gradients to zero that are new on other workers but not on this one.

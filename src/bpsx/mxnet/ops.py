@@ -19,6 +19,7 @@ from bpsx.plugin import adapter
 from bpsx.plugin._async_ops import CallPlan
 from bpsx.plugin.adapter import check_flag, check_name, check_priority
 from bpsx.plugin.framework import UnsupportedTensor
+from bpsx.plugin.steps import Step
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
 
@@ -134,10 +135,12 @@ def submit(
     root: int = -1,
     priority: int = 0,
     rate: float = -1.0,
+    step: Step | None = None,
 ) -> None:
     """Have the engine overwrite ``array`` with all workers' sum or average, or the root's value.
 
-    Returns at once; the operation begins when ``array`` is complete.
+    Returns at once; the operation begins when ``array`` is complete. ``step``: the step that it
+    counts with, or None.
 
     Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` if the job
     is known to have failed; and :class:`~bpsx.errors.BpsxError` if the engine has left out an
@@ -150,13 +153,17 @@ def submit(
     if _pushes.is_behind(turn):
         told.set()
         raise BpsxError(f"{name!r}: {_pushes.BEHIND}")
+    if step is None:
+        plan = _plan(name, priority, average, root)
+    else:
+        plan = CallPlan([name], [priority], average, root, _SUMMED, step)
     with mx.autograd.pause():
         # The engine must get operations in the order of their turns: otherwise two on one array
         # would wait for each other.
         with adding:
-            _pushes.push(
-                here.handle.value, turn, _plan(name, priority, average, root), rate, priority
-            )
+            if step is not None:
+                step.add()
+            _pushes.push(here.handle.value, turn, plan, rate, priority)
         if here is not array:
             here.copyto(array)
 
@@ -178,11 +185,12 @@ def refuse(arrays: Mapping[str, Any], error: Exception) -> None:
             _refused.add(label)
 
 
-def overwrite(
-    copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0
-) -> None:
-    """:func:`submit` the first of a worker's copies, and copy the result to the others."""
-    submit(copies[0], name, root=root, priority=priority, rate=rate)
+def overwrite(copies: Sequence[Any], name: str, **more: Any) -> None:
+    """:func:`submit` the first of a worker's copies, and copy the result to the others.
+
+    ``more``: arguments of :func:`submit`.
+    """
+    submit(copies[0], name, **more)
     copy_to_devices(copies)
 
 

@@ -110,6 +110,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         first.end_if_complete()
 
     def _step_of_this_job(self) -> FirstStep:
+        # A Module updates its weights one by one, so there is no telling where a step ends.
+        adapter.session().require_all("DistributedOptimizer of bpsx.mxnet")
         first: FirstStep | None = self._first_step
         if first is None or not first.is_of_this_job:
             first = FirstStep(self._suffix, self._optimizer.idx2name)

@@ -37,6 +37,20 @@ _DECAY = "decay"
 _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
 
 
+def _check_engine() -> None:
+    """Raise :class:`ConfigError` for an engine that ends each operation before the next is made.
+
+    The first one of a step would wait for the others for ever.
+    """
+    naive = adapter.child_environment().get("MXNET_ENGINE_TYPE") == "NaiveEngine"
+    if naive and adapter.session().shrinks:
+        raise ConfigError(
+            f"{_VERB}: MXNET_ENGINE_TYPE=NaiveEngine makes one exchange after the other, which does"
+            " not work with BPSX_ELASTIC=shrink, where a step's exchanges end together. Omit it, or"
+            " set BPSX_ELASTIC=servers"
+        )
+
+
 @public_methods
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon Trainer that applies the gradients of all workers.
@@ -78,6 +92,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 f"{_VERB}: optimizer={optimizer!r}: must be a name, such as 'sgd', or an optimizer"
                 " of MXNet"
             )
+        _check_engine()
         self._root = checked_root(root_rank, _VERB, adapter.session().size)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         counts: Counter[Any] = Counter(self._params)
@@ -101,6 +116,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._weights, self._decay = Weights(), DecayMomentum()
         self._known_to, self._alike = weakref.ref(adapter.session()), False
         self._compared_in, self._refusal = None, ""  # session of the last comparison, and its error
+        # The number of workers in the sums of allreduce_grads(), an array; None: of all.
+        self._summed: Any = None
 
     # ---- overridden parts of gluon's Trainer
 
@@ -126,13 +143,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _check_and_rescale_grad(self, scale: float) -> None:
         session = adapter.session()
-        super()._check_and_rescale_grad(
-            scale if session.config.asynchronous else scale / session.size
-        )
+        if not session.config.asynchronous:
+            scale /= session.size if self._summed is None else int(self._summed.asscalar())
+        super()._check_and_rescale_grad(scale)
 
     def _allreduce_grads(self) -> None:
         refuse_gradients(_VERB, "call step()")
-        self._exchange(self._rate)
+        # Where a worker may be lost, only the sums know how many workers are in them.
+        self._summed = self._exchange(self._rate, counts=adapter.session().shrinks)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         known = (
@@ -177,10 +195,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         # state in these units. A loss's scale is left to the optimizer where possible: small
         # gradients would be lost in half precision.
         after = 1.0 if self._exchange.compresses else self._scale
-        scale = self._scale / after / (batch_size * adapter.session().size)
-        self._exchange(
-            self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ()
-        )
+        session = adapter.session()
+        # Where a worker may be lost, only the server knows how many workers it sums.
+        average = session.shrinks
+        scale = self._scale / after / (batch_size * (1 if average else session.size))
+        absent = self._exchange.agree_on_users() if ignore_stale_grad else ()
+        self._exchange(self._rate, scale, absent, average)
         return after
 
     def _step_asynchronously(self, ignore_stale_grad: bool) -> None:
@@ -210,6 +230,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         session = adapter.session()
         # after resume() there may be workers that have never had these weights
         if self._known_to() is not session:
+            _check_engine()
             self._known_to, self._params_to_init, self._alike = (
                 weakref.ref(session),
                 list(self._params),

@@ -55,6 +55,7 @@ __all__ = [
     "check_unmasked",
     "checked_passes",
     "checked_root",
+    "child_environment",
     "compression",
     "finish",
     "init",
