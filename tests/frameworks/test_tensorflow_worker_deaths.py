@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -468,3 +469,28 @@ except tf.errors.AbortedError as e:
         for worker in job.workers:
             worker.wait()
             assert worker.reports()[-1] is True, worker.text()
+
+
+def test_a_worker_that_dies_before_its_first_step():
+    """One survivor begins the step before the death, and the other one after it."""
+    source = """
+w = tf.Variable(tf.zeros(3), name="w")
+if number == 1:
+    hear()
+while number == 0 and bps.size() == 3:
+    time.sleep(0.01)
+report("begins")
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(w * 10.0**number)
+gradient = bps.DistributedGradientTape(tape).gradient(loss, [w])[0]
+report([float(gradient[0])])
+report([bps.rank(), bps.size()])
+bps.shutdown()
+"""
+    with job_of(source) as job:
+        job.workers[2].wait_for_line("begins")
+        time.sleep(1)  # it compares the first step's names with those of the others
+        job.workers[1].signal(signal.SIGKILL)
+        for worker in (job.workers[0], job.workers[2]):
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports()[1:2] == [[50.5]]
