@@ -85,7 +85,7 @@ class Coded(NamedTuple):
     sum: int = 0
     flags: int = 0
     state: int = 0
-    reserved: int = 0
+    gap: int = 0
     counter: int = 0
     logged: int = 0
 

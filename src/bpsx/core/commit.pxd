@@ -4,11 +4,15 @@
 #
 # Until then the answers are only kept, the partitions stay in PULL, and what was pushed is intact.
 # Only the driver calls these functions.
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memcpy
 
 from bpsx.core.groups cimport is_complete, mark_ready, take_ready, unmark_ready
 from bpsx.core.keep cimport forget_kept, note_arrival
-from bpsx.core.partition cimport CommitGroup, Kept, Partition, Task, Tensor
+from bpsx.core.logs cimport note_no_sum, note_sum
+from bpsx.core.partition cimport (
+    CommitGroup, Kept, Partition, SumNumbers, Task, Tensor, wire_of,
+)
 from bpsx.core.stage cimport advance, fail_core, fail_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_MEMORY
@@ -17,19 +21,36 @@ from bpsx.core.wire cimport LEAST_ACKNOWLEDGED
 from bpsx.system.sync cimport atomic_store, lock, unlock
 
 
+cdef inline void use_packed(
+    Core *c, Partition *p, SumNumbers *numbers, const char *body, uint64_t length
+) noexcept nogil:
+    """Log the push of a compressed partition, then let the answer's bytes take its place.
+
+    The lane has received the push when it replies, so the transport does not read it any more.
+    """
+    if not note_sum(c, p, numbers):
+        fail_core(c, E_MEMORY)
+    p.packed.size = length
+    if length and body != <char *>wire_of(p):
+        memcpy(wire_of(p), body, length)
+
+
 cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
     """Use the kept answer of a partition, and acknowledge it."""
     cdef Kept *kept = p.kept
     cdef int status = kept.outcome.status
     p.answered = False
     if status != DONE:
+        note_no_sum(p)
         fail_partition(
             c, p, status,
             # The server may know only the machine of a broadcast's root.
             p.tensor.current.divisor if status == E_JOINED else kept.outcome.a, kept.outcome.b
         )
         return
-    if kept.length and kept.body != p.target:
+    if p.packed != NULL:
+        use_packed(c, p, &kept.numbers, kept.body, kept.length)
+    elif kept.length and kept.body != p.target:
         copy_nontemporal(p.target, kept.body, kept.length)
     if kept.length > LEAST_ACKNOWLEDGED and not note_arrival(&c.lanes.at[p.lane], p):
         fail_core(c, E_MEMORY)

@@ -8,7 +8,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memmove
 
 from bpsx.core.codec.state cimport server_state_bytes
-from bpsx.core.partition cimport Backup, LogEntry, Partition, Snapshot, wire_of
+from bpsx.core.partition cimport Backup, LogEntry, Partition, Snapshot, SumNumbers, wire_of
 from bpsx.core.state cimport Core
 from bpsx.core.wire cimport HAS_STATE, SUMMED, WAS_SET, Coded, Header, counter_in
 from bpsx.system.arrays cimport make_room
@@ -27,6 +27,13 @@ cdef inline bint has_backup(Partition *p) noexcept nogil:
     return p.backup != NULL and (p.backup.sum != 0 or p.backup.snapshot.held)
 
 
+cdef inline uint32_t divisor_of(Core *c, Partition *p) noexcept nogil:
+    """The divisor of the partition's push: of an average, the number of workers that are left."""
+    if c.settings.shrinks and p.divisor > 1 and not p.tensor.current.broadcast:
+        return c.moving.living
+    return p.divisor
+
+
 # ---- the log
 
 cdef inline bint log_push(Core *c, Partition *p, uint32_t sum_) noexcept nogil:
@@ -40,7 +47,7 @@ cdef inline bint log_push(Core *c, Partition *p, uint32_t sum_) noexcept nogil:
     if entry.body == NULL:
         return False
     memcpy(entry.body, wire_of(p), p.packed.size)
-    entry.sum, entry.divisor, entry.length = sum_, p.divisor, p.packed.size
+    entry.sum, entry.divisor, entry.length = sum_, divisor_of(c, p), p.packed.size
     b.n_entries += 1
     b.logged += entry.length
     c.counters.logged += entry.length
@@ -73,7 +80,13 @@ cdef inline void drop_older(Core *c, Backup *b, uint32_t stored) noexcept nogil:
         drop_snapshot(c, &b.snapshot)
 
 
-cdef inline bint note_sum(Core *c, Partition *p, Header *h) noexcept nogil:
+cdef inline SumNumbers numbers_in(Header *h) noexcept nogil:
+    cdef SumNumbers numbers
+    numbers.sum, numbers.stored, numbers.counter = h.slot, h.divisor, counter_in(h)
+    return numbers
+
+
+cdef inline bint note_sum(Core *c, Partition *p, SumNumbers *of) noexcept nogil:
     """Handle the numbers of an answer, before its body overwrites the push. False: no memory."""
     cdef Backup *b
     if not c.settings.elastic or p.packed == NULL:
@@ -81,14 +94,14 @@ cdef inline bint note_sum(Core *c, Partition *p, Header *h) noexcept nogil:
     b = backup_of(p)
     if b == NULL:
         return False
-    b.sum, b.summed = h.slot, True
+    b.sum, b.summed = of.sum, True
+    b.snapshot.counter = of.counter
     if p.packed.light:
-        b.snapshot.held, b.snapshot.was_set, b.snapshot.sum = True, False, h.slot
-        b.snapshot.counter = counter_in(h)
+        b.snapshot.held, b.snapshot.was_set, b.snapshot.sum = True, False, of.sum
         return True
-    if not log_push(c, p, h.slot):
+    if not log_push(c, p, of.sum):
         return False
-    drop_older(c, b, h.divisor)
+    drop_older(c, b, of.stored)
     return True
 
 
@@ -96,6 +109,13 @@ cdef inline void note_no_sum(Partition *p) noexcept nogil:
     """The round that all have pushed has failed: its outcome is no sum."""
     if p.backup != NULL:
         p.backup.summed = False
+
+
+cdef inline void note_lost_worker(Core *c, Partition *p) noexcept nogil:
+    """A worker is lost with its log: no sum that this worker has committed can be repeated."""
+    if p.backup != NULL and not p.packed.light:
+        p.backup.gap = p.backup.sum
+        drop_older(c, p.backup, p.backup.gap)
 
 
 # ---- snapshots
@@ -186,17 +206,18 @@ cdef inline bint confirm(Partition *p) noexcept nogil:
 cdef inline void describe(Partition *p, Coded *coded) noexcept nogil:
     """Fill in the body of a HAVE."""
     cdef Backup *b = p.backup
-    coded.sum = coded.flags = coded.state = coded.reserved = 0
+    coded.sum = coded.flags = coded.state = coded.gap = 0
     coded.counter = coded.logged = 0
     if b == NULL:
         return
     b.unconfirmed = False           # by a lane that is lost
-    coded.sum, coded.logged = b.sum, b.logged
+    coded.sum, coded.gap, coded.logged = b.sum, b.gap, b.logged
+    coded.counter = b.snapshot.counter
     if b.summed:
         coded.flags |= SUMMED
     if b.snapshot.held:
         coded.flags |= HAS_STATE | (WAS_SET if b.snapshot.was_set else 0)
-        coded.state, coded.counter = b.snapshot.sum, b.snapshot.counter
+        coded.state = b.snapshot.sum
 
 
 cdef inline void release_snapshots(Core *c) noexcept nogil:

@@ -11,7 +11,7 @@ from bpsx.core.busy cimport count_work
 from bpsx.core.commit cimport withdraw
 from bpsx.core.keep cimport forget_kept
 from bpsx.core.late cimport count_living, end_lane
-from bpsx.core.logs cimport describe, has_backup
+from bpsx.core.logs cimport describe, divisor_of, has_backup, note_lost_worker
 from bpsx.core.partition cimport (
     END, PULL, PUSH, Kept, Lane, LogEntry, Move, Partition, Snapshot, Term, wire_of,
 )
@@ -233,6 +233,7 @@ cdef inline void renew(Core *c, Term *term, Partition *p) noexcept nogil:
     That of a lane which is lost, or has yet to yield it, waits until it moves.
     """
     withdraw(c, p)
+    note_lost_worker(c, p)
     p.term, p.registered = term.number, False
     if not c.lanes.at[p.lane].lost and not will_yield(c, p):
         announce(c, p)
@@ -431,7 +432,7 @@ cdef inline int give_state(Core *c, Header *asked) noexcept nogil:
 
 
 cdef inline uint64_t part_of_log(
-    Partition *p, uint32_t *next_entry, uint32_t unanswered, char *at
+    Core *c, Partition *p, uint32_t *next_entry, uint32_t unanswered, char *at
 ) noexcept nogil:
     """Write entries of the log from *next_entry on at `at`, about PART_BYTES; advance it.
 
@@ -446,7 +447,7 @@ cdef inline uint64_t part_of_log(
         if next_entry[0] < n:
             entry = p.backup.entries[next_entry[0]]
         else:
-            entry.sum, entry.divisor = unanswered, p.divisor
+            entry.sum, entry.divisor = unanswered, divisor_of(c, p)
             entry.length, entry.body = p.packed.size, <char *>wire_of(p)
         next_entry[0] += 1
         if at != NULL:
@@ -467,18 +468,18 @@ cdef inline void give_log(
     while p.backup != NULL and first < p.backup.n_entries and p.backup.entries[first].sum <= after:
         first += 1
     entry = first
-    while part_of_log(p, &entry, unanswered, NULL):
+    while part_of_log(c, p, &entry, unanswered, NULL):
         parts += 1
     for part in range(max(parts, <uint32_t>1)):
         moved_header(c, p, &h, LOG)
         h.round, h.divisor = part, max(parts, <uint32_t>1)
         entry = first
-        h.length = part_of_log(p, &entry, unanswered, NULL)
+        h.length = part_of_log(c, p, &entry, unanswered, NULL)
         body = NULL
         if h.length:
             body = <char *>calloc(1, h.length)
             if body == NULL:
                 fail_core(c, E_MEMORY)
                 return
-            part_of_log(p, &first, unanswered, body)
+            part_of_log(c, p, &first, unanswered, body)
         send_own(c, p, &h, body)

@@ -94,6 +94,11 @@ cdef struct LocalRound:
     # status not 0: the machine's processes disagree, and the push must say so to the servers
     Outcome disagreement
 
+cdef struct SumNumbers:         # what an answer says of its lane's compression
+    uint32_t sum                # number of the latest sum
+    uint32_t stored             # ... of the sum that the stored snapshot follows
+    uint64_t counter            # the lane's counter
+
 # Outcome of a partition's latest round, kept for workers that may lack it when a server is lost;
 # core/keep.pxd. Owned by the driver.
 cdef struct Kept:
@@ -102,6 +107,7 @@ cdef struct Kept:
     Outcome outcome             # status DONE, or the error
     uint64_t length             # bytes of `body`
     char *body                  # in `message` or in `memory`
+    SumNumbers numbers          # of a result of a compressed partition
     bint in_message
     Message message             # the answer's message, if `in_message`
     # else a copy; unless it is to be acknowledged, this has room for any that is not
@@ -129,6 +135,7 @@ cdef struct Snapshot:           # the lane's state of a partition, after a sum
 cdef struct Backup:
     uint32_t sum                # number of the latest sum whose outcome has arrived; 0: of none
     bint summed                 # the latest outcome was that sum
+    uint32_t gap                # number of the latest sum before a worker was lost, see Coded
     Snapshot snapshot
     bint unconfirmed            # the lane does not know yet that `snapshot` has arrived
     LogEntry *entries           # pushes after the stored snapshot, the oldest first

@@ -8,12 +8,12 @@ from bpsx.core.wire cimport (
     ANSWER, ERROR, FETCH, LEFT, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, WANT, Header, next_record,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.commit cimport commit, hold_answer
+from bpsx.core.commit cimport commit, hold_answer, use_packed
 from bpsx.core.keep cimport closes_round, keep_error, keep_result, send_acks, take_settled
 from bpsx.core.late cimport note_ready
-from bpsx.core.logs cimport note_no_sum, note_set, note_sum, take_snapshot
+from bpsx.core.logs cimport note_no_sum, note_set, numbers_in, take_snapshot
 from bpsx.core.moves cimport give, give_state, note_left, note_taken
-from bpsx.core.partition cimport PULL, Partition, Tensor, cookie_of, wire_of
+from bpsx.core.partition cimport PULL, Partition, SumNumbers, Tensor, cookie_of
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_MEMORY, E_PROTOCOL
@@ -40,7 +40,7 @@ cdef inline int take_error(Core *c, Partition *p, Header *h) noexcept nogil:
     if not keep_error(c, p, status, h.slot, h.term):
         fail_core(c, E_MEMORY)
         return 0
-    if closes_round(status):
+    if closes_round(status) and not c.settings.shrinks:
         note_no_sum(p)
     if c.settings.shrinks and closes_round(status):
         hold_answer(c, p)
@@ -94,6 +94,7 @@ cdef inline int take_record(
     *taken: the message now belongs to its partition, which keeps the result.
     """
     cdef Partition *p
+    cdef SumNumbers numbers
     if h.job != c.settings.job or h.sender != c.settings.rank:
         return -1
     if h.kind == PONG:
@@ -132,13 +133,9 @@ cdef inline int take_record(
     if p.packed != NULL:
         if h.length > most_bytes(p.packed):
             return -1
-        if not note_sum(c, p, h):
-            fail_core(c, E_MEMORY)
-        p.packed.size = h.length
-        # The lane has received the push when it replies, so the reply's encoded bytes may overwrite
-        # those of the push.
-        if h.length and body != <char *>wire_of(p):
-            memcpy(wire_of(p), body, h.length)
+        numbers = numbers_in(h)
+        if not c.settings.shrinks:
+            use_packed(c, p, &numbers, body, h.length)
     elif h.length != p.length:
         return -1
     elif p.length and body != p.target and not c.settings.shrinks:
@@ -148,6 +145,8 @@ cdef inline int take_record(
         if c.settings.shrinks:
             return 0            # the result is nowhere; the core's failure ends the task
     elif c.settings.shrinks:
+        if p.packed != NULL:
+            p.kept.numbers = numbers
         hold_answer(c, p)
         return 0
     advance(c, p)

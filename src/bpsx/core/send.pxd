@@ -25,7 +25,7 @@ from bpsx.core.wire cimport (
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, cookie_of, wire_of
 from bpsx.core.keep cimport acks_size, put_acks
-from bpsx.core.logs cimport confirm
+from bpsx.core.logs cimport confirm, divisor_of
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, fail_core
 from bpsx.core.state cimport Core
@@ -224,9 +224,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.slot = p.slot
     h.term = p.term
     h.round = p.round - p.joined_at
-    h.divisor = p.divisor
-    if c.settings.shrinks and p.divisor > 1 and not task.broadcast:
-        h.divisor = c.moving.living     # an average, of the workers that are left
+    h.divisor = divisor_of(c, p)
     h.priority = task.priority
     if p.local != NULL and p.local.disagreement.status:
         h.flags |= DISAGREED

@@ -109,8 +109,9 @@ cdef packed struct Coded:       # body of a HAVE of a compressed key
     uint32_t sum                # number of the latest sum whose outcome the sender has
     uint32_t flags              # CodedFlags
     uint32_t state              # number of the sum that its state follows
-    uint32_t reserved
-    uint64_t counter            # the lane's counter in that state
+    # number of the latest sum before a worker was lost: replay has to begin there, or later
+    uint32_t gap
+    uint64_t counter            # the lane's counter in that state, or after sum `sum`
     uint64_t logged             # bytes of the log
 
 cdef packed struct LogHead:     # one push of a LOG's body

@@ -418,6 +418,8 @@ cdef class Lane:
           lost;
         * ``snapshots``: snapshots of compressed keys that were sent to workers;
         * ``replayed``: sums of compressed keys that were computed again, for a lost lane;
+        * ``undone``: sums of compressed keys that were taken back, as they had a lost worker's push;
+        * ``reset``: compressed keys whose residual was lost, with a server and a worker;
         * ``dropped``: messages lost for lack of memory, and other errors that end the lane;
         * ``pending``: messages received and not handled yet.
         """
@@ -428,6 +430,7 @@ cdef class Lane:
             "repeated": self.c.counters.repeated, "taken_over": self.c.counters.taken_over,
             "yielded": self.c.counters.yielded, "stale": self.c.counters.stale,
             "snapshots": self.c.counters.snapshots, "replayed": self.c.counters.replayed,
+            "undone": self.c.counters.undone, "reset": self.c.counters.reset,
             "dropped": self.c.counters.dropped,
             "pending": self.c.pending.n
         }

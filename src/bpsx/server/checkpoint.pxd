@@ -28,6 +28,7 @@ cdef inline int push_state(Lane *lane, KeyState *e, Header *h, const char *body)
         return -1
     if h.length:
         load_state(e.compressed.packed, body)
+        e.compressed.restored = True
     size = server_state_bytes(e.compressed.packed)
     memory = <char *>malloc(size)
     if memory == NULL:

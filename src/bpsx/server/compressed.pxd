@@ -6,10 +6,10 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from bpsx.core.codec.packed cimport ALIKE, RATE_BYTES, SLACK, Packed
-from bpsx.core.codec.state cimport grow_scratch, pack
+from bpsx.core.codec.state cimport grow_scratch, load_state, pack, save_state, server_state_bytes
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport KeyState, Share, fail_sum
+from bpsx.server.store cimport Compressed, KeyState, Share, fail_sum, memory_for
 
 
 cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept nogil:
@@ -79,6 +79,24 @@ cdef inline void add_packed(
     e.round.added += 1
 
 
+cdef inline bint keep_before(Compressed *c) noexcept nogil:
+    """Keep a copy of the state, as the next sum may be taken back. False: no memory."""
+    if not memory_for(&c.before, server_state_bytes(c.packed)):
+        return False
+    save_state(c.packed, c.before)
+    c.before_sum = c.sum
+    return True
+
+
+cdef inline bint go_back(Compressed *c, uint32_t sum_) noexcept nogil:
+    """Go back to the state after a sum. False: it is not kept."""
+    if c.before == NULL or c.before_sum != sum_:
+        return False
+    load_state(c.packed, c.before)
+    c.sum, c.restored = sum_, False
+    return True
+
+
 cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     """Divide the sum and encode it.
 
@@ -86,7 +104,8 @@ cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     """
     cdef Packed *p = e.compressed.packed
     cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
-    if wire == NULL:
+    if wire == NULL or lane.settings.shrinks and not keep_before(e.compressed):
+        free(wire)
         return NULL
     if e.operation.divisor > 1:
         e.compressed.wide_kernels.divide(e.compressed.acc, p.n, e.operation.divisor)
@@ -96,6 +115,7 @@ cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
         p.options[ALIKE] = p.sparse and e.compressed.alike
     pack(p, e.compressed.acc, wire, lane.scratch.at, e.compressed.rate, False)
     e.compressed.sum += 1
+    e.compressed.restored = False
     e.compressed.saving.logged += e.compressed.longest
     e.compressed.longest = 0
     return <char *>wire

@@ -45,6 +45,7 @@ cdef struct Terms:
     # latest term in which a worker was dropped or entered; what was sent before is ignored
     # (drops.pxd)
     uint32_t era
+    uint32_t reset              # latest term in which a residual was lost
 
 cdef struct Yield:              # slots that the lane yields in a term: server/yields.pxd
     uint32_t term
@@ -123,6 +124,8 @@ cdef struct LaneCounters:
     int64_t stale
     int64_t snapshots           # sent
     int64_t replayed            # sums of compressed keys
+    int64_t undone              # sums of compressed keys that were taken back
+    int64_t reset               # compressed keys whose residual was lost with a worker
     int64_t dropped
 
 cdef struct Lane:

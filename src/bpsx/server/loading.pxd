@@ -62,6 +62,14 @@ cdef inline void cannot_rebuild(Lane *lane, uint64_t key) noexcept with gil:
     lane.counters.dropped += 1
 
 
+cdef inline void tell_reset(Lane *lane, uint32_t term) noexcept with gil:
+    """Log that residuals were lost, with a server and a worker."""
+    (<object>lane.owner).log(
+        f"term {term}: error feedback of compressed keys starts from zero, because a server was"
+        " lost together with a worker, whose part of it no other process has"
+    )
+
+
 cdef inline bint make_packed(
     Lane *lane, KeyState *e, const char *name, uint64_t length, uint32_t codec_bytes
 ) noexcept with gil:

@@ -10,12 +10,14 @@ from bpsx.core.codec.state cimport load_state, most_bytes, server_state_bytes
 from bpsx.core.wire cimport (
     FETCH, HAS_STATE, STATE, SUMMED, WAS_SET, Coded, Header, LogHead, header_init, padded,
 )
-from bpsx.server.compressed cimport add_packed, encode_sum
+from bpsx.server.compressed cimport add_packed, encode_sum, go_back
 from bpsx.server.lane cimport Lane
-from bpsx.server.loading cimport cannot_rebuild
+from bpsx.server.loading cimport cannot_rebuild, tell_reset
 from bpsx.server.reply cimport let_go, put_record
+from bpsx.server.snapshots cimport end_sending, save_at_once
 from bpsx.server.store cimport (
-    EMPTY, OPEN, KeyState, Piece, Rebuild, SenderLog, Takeover, free_memory, memory_for, move_round,
+    EMPTY, OPEN, Compressed, KeyState, Piece, Rebuild, Saving, SenderLog, Takeover, free_memory,
+    memory_for, move_round,
 )
 from bpsx.transports.abi cimport Message
 
@@ -80,21 +82,83 @@ cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept n
     `most`: rounds whose outcome some sender has. Without memory the lane ends.
     """
     cdef Takeover *t = e.takeover
-    cdef Rebuild *r
-    cdef uint32_t sender, last = 0
-    cdef int newest
-    if t.coded == NULL:
+    cdef uint32_t sender, last = 0, gap = 0, base = 0
+    cdef uint64_t counter = 0
+    cdef int newest = -1
+    if t.coded != NULL:
+        newest = newest_state(lane, t)
+        for sender in range(lane.settings.senders):
+            last = max(last, max(t.coded[sender].sum, t.coded[sender].state))
+            gap, counter = max(gap, t.coded[sender].gap), max(counter, t.coded[sender].counter)
+    if newest >= 0:
+        base = t.coded[newest].state
+    if e.compressed.whole:
+        take_back(lane, e, newest, last)
+        note_snapshots(lane, e, newest, base)
         return
-    newest = newest_state(lane, t)
-    for sender in range(lane.settings.senders):
-        last = max(last, max(t.coded[sender].sum, t.coded[sender].state))
     e.compressed.sum = last
+    if e.compressed.packed.light and newest >= 0:
+        e.compressed.packed.counter = t.coded[newest].counter
+    elif not e.compressed.packed.light and base < gap:
+        start_anew(lane, e, counter)
+    elif not e.compressed.packed.light and (last or newest >= 0):
+        begin_rebuild(lane, e, most, newest)
+        return
+    e.compressed.whole = True
+
+
+cdef inline void take_back(Lane *lane, KeyState *e, int newest, uint32_t last) noexcept nogil:
+    """The key stays at its lane, and workers are lost: take back a sum that no other worker has
+    committed. `last`: number of the latest that one has.
+    """
+    cdef Compressed *c = e.compressed
+    if c.sum <= last:
+        return
+    lane.counters.undone += 1
+    if go_back(c, last):
+        return
+    c.sum = last
+    if c.packed.light and newest >= 0:
+        c.packed.counter = e.takeover.coded[newest].counter
+    # Else only lost workers had part in these sums, while the others had joined. The residual that
+    # they have left stays.
+    c.restored = True
+
+
+cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t base) noexcept nogil:
+    """Workers are lost, with what only they had logged: make sure that one of the others has a
+    snapshot of this state.
+    """
+    cdef Saving *s = &e.compressed.saving
+    cdef bint held = newest >= 0 and base == e.compressed.sum and (
+        not e.compressed.restored or e.takeover.coded[newest].flags & WAS_SET
+    )
     if e.compressed.packed.light:
-        if newest >= 0:
-            e.compressed.packed.counter = t.coded[newest].counter
         return
-    if last == 0 and newest < 0:
-        return
+    if held:
+        end_sending(s, False)
+        s.stored, s.logged = base, 0
+    elif e.compressed.sum or e.compressed.restored:
+        save_at_once(lane, e)
+
+
+cdef inline void start_anew(Lane *lane, KeyState *e, uint64_t counter) noexcept nogil:
+    """The key's residual is lost: its lane is, and so is a worker that had a part of the log."""
+    e.compressed.packed.counter = counter
+    lane.counters.reset += 1
+    if lane.terms.reset != e.term:
+        lane.terms.reset = e.term
+        tell_reset(lane, e.term)
+    save_at_once(lane, e)
+
+
+cdef inline void begin_rebuild(
+    Lane *lane, KeyState *e, uint32_t most, int newest
+) noexcept nogil:
+    """Queue a key to be rebuilt from the snapshot of sender `newest` and all logs."""
+    cdef Takeover *t = e.takeover
+    cdef uint32_t sender, last = e.compressed.sum
+    cdef Rebuild *r
     r = <Rebuild *>calloc(1, sizeof(Rebuild) + lane.settings.senders * sizeof(SenderLog))
     if r == NULL:
         lane.counters.dropped += 1
@@ -148,6 +212,7 @@ cdef inline void start_rebuilds(Lane *lane) noexcept nogil:
         if lane.rebuilds.under_way and lane.rebuilds.under_way + r.bytes > BYTES_UNDER_WAY:
             return
         lane.rebuilds.first = r.next
+        r.started = True
         lane.rebuilds.under_way += max(r.bytes, <uint64_t>1)
         for sender in range(lane.settings.senders):
             if (
@@ -183,6 +248,24 @@ cdef inline void free_rebuild(Lane *lane, Takeover *t) noexcept nogil:
         free(r.logs[sender].parts)
     free(r)
     t.rebuild = NULL
+
+
+cdef inline void leave_rebuilds(Lane *lane, KeyState *e) noexcept nogil:
+    """The key is taken over anew: nothing is awaited for this rebuild any more."""
+    cdef Rebuild *r = e.takeover.rebuild
+    cdef KeyState *before = NULL
+    cdef KeyState *one = lane.rebuilds.first
+    if r.started:
+        lane.rebuilds.under_way -= max(r.bytes, <uint64_t>1)
+        return
+    while one != e:
+        before, one = one, one.takeover.rebuild.next
+    if before == NULL:
+        lane.rebuilds.first = r.next
+    else:
+        before.takeover.rebuild.next = r.next
+    if lane.rebuilds.last == e:
+        lane.rebuilds.last = before
 
 
 cdef inline bint hold_piece(
@@ -310,5 +393,6 @@ cdef inline bint end_rebuild(Lane *lane, KeyState *e) noexcept nogil:
     lane.rebuilds.under_way -= max(t.rebuild.bytes, <uint64_t>1)
     free_rebuild(lane, t)
     t.awaited -= 1
+    e.compressed.whole = True
     start_rebuilds(lane)
     return True

@@ -87,6 +87,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
         move_round(lane.keys.at[h.slot], REFUSED)   # pushes of this key get an error reply
         return -1
     if e.compressed != NULL:
+        e.compressed.whole = e.takeover == NULL
         begin_saving(lane, e)
     if lane.watch != NULL:
         note_key(lane.watch, h, name)

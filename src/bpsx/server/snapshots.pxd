@@ -29,8 +29,15 @@ cdef inline void begin_saving(Lane *lane, KeyState *e) noexcept nogil:
     s.logged = s.due // 64 * (spread(e) >> 26)
 
 
-cdef inline bint may_hold(Lane *lane, uint32_t sender, bint beside) noexcept nogil:
-    """Whether a sender pushes, and is on the lane's machine if that is asked for."""
+cdef inline bint may_hold(Lane *lane, KeyState *e, uint32_t sender, bint beside) noexcept nogil:
+    """Whether a sender pushes, and is on the lane's machine if that is asked for.
+
+    While the key is taken over, the sender must have the latest outcome.
+    """
+    if e.takeover != NULL and not (
+        e.takeover.haves[sender].there and e.takeover.haves[sender].round == e.takeover.most
+    ):
+        return False
     return (lane.beside[sender] or not beside) and not (
         lane.absent.any_skipped and (
             lane.absent.lost[sender] or atomic_load(&lane.absent.joined[sender])
@@ -38,30 +45,32 @@ cdef inline bint may_hold(Lane *lane, uint32_t sender, bint beside) noexcept nog
     )
 
 
-cdef inline uint32_t count_holders(Lane *lane, bint beside) noexcept nogil:
+cdef inline uint32_t count_holders(Lane *lane, KeyState *e, bint beside) noexcept nogil:
     cdef uint32_t sender, n = 0
     for sender in range(lane.settings.senders):
-        n += may_hold(lane, sender, beside)
+        n += may_hold(lane, e, sender, beside)
     return n
 
 
 cdef inline int choose_holder(Lane *lane, KeyState *e) noexcept nogil:
     """Return the sender that is to hold the key's snapshot; -1: none pushes at present."""
-    cdef uint32_t sender, n = count_holders(lane, True), left
+    cdef uint32_t sender, n = count_holders(lane, e, True), left
     cdef bint beside = n != 0
     if not beside:
-        n = count_holders(lane, False)
+        n = count_holders(lane, e, False)
     left = (spread(e) >> 8) % n if n else 0
     for sender in range(lane.settings.senders):
-        if may_hold(lane, sender, beside):
+        if may_hold(lane, e, sender, beside):
             if left == 0:
                 return <int>sender
             left -= 1
     return -1
 
 
-cdef inline void send_snapshot(Lane *lane, KeyState *e, Header *push) noexcept nogil:
-    """Send the key's state to the sender of a push.
+cdef inline void send_snapshot(
+    Lane *lane, KeyState *e, uint32_t sender, uint64_t cookie
+) noexcept nogil:
+    """Send the key's state to a sender. `cookie`: that of its pushes.
 
     Without memory none is sent: a snapshot stays due.
     """
@@ -72,15 +81,15 @@ cdef inline void send_snapshot(Lane *lane, KeyState *e, Header *push) noexcept n
     if memory == NULL:
         return
     save_state(e.compressed.packed, memory)
-    header_init(&h, SNAP, lane.settings.job, push.sender)
+    header_init(&h, SNAP, lane.settings.job, sender)
     h.dtype, h.key, h.round = e.dtype, e.key, e.compressed.sum
-    h.cookie, h.length = push.cookie, size
-    e.compressed.saving.sent, e.compressed.saving.holder = e.compressed.sum, <int>push.sender
+    h.cookie, h.length = cookie, size
+    e.compressed.saving.sent, e.compressed.saving.holder = e.compressed.sum, <int>sender
     e.compressed.saving.unstored = e.compressed.saving.logged
     e.compressed.saving.logged = 0
     lane.counters.snapshots += 1
     if size <= INLINE_BYTES:
-        put_record(lane, push.sender, &h, memory)
+        put_record(lane, sender, &h, memory)
         free(memory)
         return
     r = result_in(lane, NULL, 1)
@@ -89,7 +98,7 @@ cdef inline void send_snapshot(Lane *lane, KeyState *e, Header *push) noexcept n
         return
     r.memory = memory
     lane.endpoint.send(
-        lane.endpoint.self, push.sender, &h, HEADER_BYTES, NULL, NULL, memory, size, result_done, r,
+        lane.endpoint.self, sender, &h, HEADER_BYTES, NULL, NULL, memory, size, result_done, r,
         NULL
     )
     if lane.watch != NULL:
@@ -103,7 +112,7 @@ cdef inline void end_sending(Saving *s, bint stored) noexcept nogil:
         s.stored = s.sent
     else:
         s.logged += s.unstored
-    s.unstored, s.holder = 0, -1
+    s.unstored, s.holder, s.unasked = 0, -1, False
 
 
 cdef inline void save_with(Lane *lane, KeyState *e, Header *push) noexcept nogil:
@@ -113,9 +122,27 @@ cdef inline void save_with(Lane *lane, KeyState *e, Header *push) noexcept nogil
     holder has the outcome of the latest sum: the lane sends it the state.
     """
     cdef Saving *s = &e.compressed.saving
-    if s.holder == <int>push.sender:
+    if s.holder == <int>push.sender and s.unasked and not push.flags & KEPT:
+        s.unasked = False
+    elif s.holder == <int>push.sender:
         end_sending(s, push.flags & KEPT != 0)
-    elif s.holder >= 0 and not may_hold(lane, s.holder, False):
+    elif s.holder >= 0 and not may_hold(lane, e, s.holder, False):
         end_sending(s, False)
     if s.holder < 0 and s.logged >= s.due and choose_holder(lane, e) == <int>push.sender:
-        send_snapshot(lane, e, push)
+        send_snapshot(lane, e, push.sender, push.cookie)
+
+
+cdef inline void save_at_once(Lane *lane, KeyState *e) noexcept nogil:
+    """The key is taken over, and its state cannot be rebuilt from older snapshots: send it to a
+    sender that has the outcome of the latest sum. If none pushes, a snapshot is due.
+    """
+    cdef Saving *s = &e.compressed.saving
+    cdef int holder = choose_holder(lane, e)
+    end_sending(s, False)
+    if holder < 0:
+        s.logged = max(s.logged, s.due)
+        return
+    s.unasked = True
+    send_snapshot(
+        lane, e, holder, <uint64_t>e.takeover.haves[holder].cookie | <uint64_t>e.term << 32
+    )

@@ -77,6 +77,7 @@ cdef struct Saving:             # snapshots of a compressed key; server/snapshot
     uint32_t stored             # number of the sum that the stored snapshot follows; 0: none is
     uint32_t sent               # ... that the snapshot under way follows
     int holder                  # sender to which it is under way; -1: none is
+    bint unasked                # the holder may have sent its next push before it got the snapshot
     uint64_t logged             # bytes of a sender's pushes since the latest snapshot
     uint64_t unstored           # ... and before it, as long as it is under way
     uint64_t due                # bytes in `logged` with which a snapshot is due; 0: none ever is
@@ -84,6 +85,11 @@ cdef struct Saving:             # snapshots of a compressed key; server/snapshot
 cdef struct Compressed:         # a compressed key; see core/codec/state.pxd
     Packed *packed
     uint32_t sum                # number of the latest sum
+    bint whole                  # `packed` has the state after that sum; else it has to be rebuilt
+    bint restored               # ... which no snapshot of that sum has, as it was set later
+    # In a job that shrinks: the state before the latest sum, and the number of the sum before.
+    char *before
+    uint32_t before_sum
     uint64_t longest            # bytes of the longest push since then
     Saving saving
     Kernels *wide_kernels       # of the wide type
@@ -138,6 +144,7 @@ cdef struct Rebuild:            # how a compressed key's state is rebuilt; serve
     SenderLog *logs             # by sender
     uint32_t awaited            # snapshots and logs that have been asked for and are not complete
     uint64_t bytes              # about how many will come
+    bint started                # they have been asked for
     KeyState *next              # next key that waits to be rebuilt
 
 cdef struct Takeover:
@@ -147,6 +154,7 @@ cdef struct Takeover:
     Coded *coded                # by sender; NULL: not compressed, or nothing has been said
     Rebuild *rebuild            # NULL: the state is there
     Have *haves                 # by sender
+    uint32_t most               # most rounds whose outcome a sender has
     HeldPush *held              # by sender; NULL: none so far
     uint32_t late               # senders that have not been given the outcome that they lack
     # That outcome: a status below 0 with two ranks, or a result.
@@ -227,6 +235,7 @@ cdef inline void entry_free(KeyState *e) noexcept nogil:
     free(e.value)
     if e.compressed != NULL:
         packed_free(e.compressed.packed)
+        free(e.compressed.before)
     free(e.compressed)
 
 

@@ -14,7 +14,7 @@ from bpsx.core.wire cimport (
 )
 from bpsx.server.lane cimport Gathered, Lane
 from bpsx.server.rebuild cimport (
-    end_rebuild, free_rebuild, note_coded, settle_state, take_load, take_log,
+    end_rebuild, free_rebuild, leave_rebuilds, note_coded, settle_state, take_load, take_log,
 )
 from bpsx.server.reply cimport (
     let_go, put_record, reply_header, send_copy, send_error, tell_living,
@@ -68,6 +68,8 @@ cdef inline void end_takeover(Lane *lane, KeyState *e) noexcept nogil:
         if t.held[sender].there:
             drop_held_push(lane, &t.held[sender])
     free(t.held)
+    if t.rebuild != NULL:
+        leave_rebuilds(lane, e)
     free_rebuild(lane, t)
     if t.message != NULL:
         let_go(lane, t.message)
@@ -165,6 +167,7 @@ cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
             t.late += 1
         if t.haves[sender].keeps and t.haves[sender].round == most:
             holder = <int>sender
+    t.most = most
     if e.compressed != NULL:
         settle_state(lane, e, most)
     if t.late and holder >= 0:
