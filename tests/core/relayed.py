@@ -66,6 +66,7 @@ class Round:
 
     def __init__(self, kind: str, inputs: dict[int, np.ndarray], root: int) -> None:
         self.kind, self.inputs, self.root = kind, inputs, root
+        self.rate = -1.0
         self.got: dict[int, Any] = {}
 
     def wrong(self) -> str:
@@ -117,7 +118,7 @@ class Worker:
         elif round_.kind == MISMATCH:
             more = {"divisor": self.senders if self.rank == root else 1}
         source = None if round_.kind == BROADCAST and self.rank != root else data
-        request = Request(name, source, target, priority=-at, **more)
+        request = Request(name, source, target, priority=-at, rate=round_.rate, **more)
         handle = self.core.submit(self.tensors[at], request)
         self.begun.append((round_, handle, source, target))
 
@@ -200,7 +201,7 @@ class Script:
         cuts = sorted({0, size, *(self.rng.randrange(size + 1) // 8 * 8 for _ in range(2))})
         parts = []
         for i, (a, b) in enumerate(zip(cuts, cuts[1:]) if size else [(0, 0)]):
-            place = self.placement._place_one(number * 100 + i, b - a)
+            place = self.placement._place_one((number << 20) + i, b - a)
             parts.append((place.key, place.lane, place.slot, a, b - a))
         return parts
 

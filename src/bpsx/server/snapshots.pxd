@@ -7,7 +7,7 @@ from bpsx.core.codec.state cimport save_state, server_state_bytes
 from bpsx.core.wire cimport HEADER_BYTES, INLINE_BYTES, KEPT, SNAP, Header, header_init
 from bpsx.server.lane cimport Lane
 from bpsx.server.reply cimport Result, put_record, result_done, result_in
-from bpsx.server.store cimport KeyState, Saving
+from bpsx.server.store cimport Have, KeyState, Saving
 from bpsx.system.sync cimport atomic_load
 
 
@@ -32,17 +32,16 @@ cdef inline void begin_saving(Lane *lane, KeyState *e) noexcept nogil:
 cdef inline bint may_hold(Lane *lane, KeyState *e, uint32_t sender, bint beside) noexcept nogil:
     """Whether a sender pushes, and is on the lane's machine if that is asked for.
 
-    While the key is taken over, the sender must have the latest outcome.
+    While the key is taken over, the sender must have the latest outcome instead, and may have
+    joined.
     """
-    if e.takeover != NULL and not (
-        e.takeover.haves[sender].there and e.takeover.haves[sender].round == e.takeover.most
-    ):
+    cdef Have *have
+    if beside and not lane.beside[sender] or lane.absent.lost[sender]:
         return False
-    return (lane.beside[sender] or not beside) and not (
-        lane.absent.any_skipped and (
-            lane.absent.lost[sender] or atomic_load(&lane.absent.joined[sender])
-        )
-    )
+    if e.takeover != NULL:
+        have = &e.takeover.haves[sender]
+        return have.there and have.round == e.takeover.most
+    return not lane.absent.any_skipped or not atomic_load(&lane.absent.joined[sender])
 
 
 cdef inline uint32_t count_holders(Lane *lane, KeyState *e, bint beside) noexcept nogil:

@@ -1,0 +1,192 @@
+"""As :mod:`core.dropped`, with compressed tensors: results have the bits of simulated lanes that
+have never seen the pushes of a lost worker which do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bpsx.compression.spec import CompressionSpec, compression, make, stream
+from bpsx.core._tensor import Tensor
+from bpsx.planning.stages import stages_for
+from core.dropped import Shrinking, Stepping
+from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script
+from support.simulated import Partition
+
+SPECS: dict[str, dict[str, Any]] = {
+    "onebit": {"compressor": "onebit", "scaling": True},
+    "onebit-ef": {"compressor": "onebit", "scaling": True, "ef": "vanilla"},
+    "onebit-corrected": {"compressor": "onebit", "scaling": True, "ef": "corrected"},
+    "topk": {"compressor": "topk", "k": 0.3},
+    "topk-ef": {"compressor": "topk", "k": 0.3, "ef": "vanilla", "momentum": "nesterov"},
+    "topk-corrected": {"compressor": "topk", "k": 0.3, "ef": "corrected"},
+    "randomk": {"compressor": "randomk", "k": 0.5},
+    "randomk-ef": {"compressor": "randomk", "k": 0.5, "ef": "vanilla"},
+    "randomk-sparse": {"compressor": "randomk", "k": 0.5, "ef": "sparse"},
+    "dithering": {"compressor": "dithering", "k": 4},
+    "dithering-ef": {"compressor": "dithering", "k": 4, "ef": "vanilla", "momentum": "nesterov"},
+}
+#: How many of the lost workers do not count, and the state of a partition's lane after that.
+_Branch = tuple[int, Any]
+
+
+class Compressing(Script):
+    """What such runs share. The tensors take turns in ``specs``; "half": float16 on the way.
+
+    ``patient``: a lane or worker is lost only while nothing is being taken over.
+    """
+
+    lost: list[Any]
+    senders: int
+    drops: int
+
+    def __init__(
+        self, seed: int, workers: int, specs: Sequence[str], patient: bool = False, **options: Any
+    ) -> None:
+        self.specs = [
+            CompressionSpec("half") if name == "half" else compression(SPECS[name])
+            for name in specs
+        ]
+        # No lane is lost together with a worker.
+        self.strict = patient or not options.get("losses", 2)
+        self.patient = patient
+        self.places: dict[str, list[tuple[int, int, int, int, int]]] = {}
+        self.tensor_of: dict[int, int] = {}  # round's id -> index of its tensor
+        super().__init__(
+            seed, workers, tensors=len(specs), fixed_order=True, log_ratio=0.3, **options
+        )
+        for worker in self.workers:
+            worker.core.open_pool(1)
+            worker.tensors = [
+                self._compressed(i, worker.rank) for i in range(len(worker.tensors))
+            ]
+
+    def _cut(self, number: int) -> list[tuple[int, int, int, int, int]]:
+        parts: list[tuple[int, int, int, int, int]] = []
+        while not sum(length for *_, length in parts):
+            parts = super()._cut(number)
+        self.places[f"t{number}"] = parts
+        return parts
+
+    def _compressed(self, number: int, rank: int) -> Tensor:
+        name, spec = f"t{number}", self.specs[number]
+        made = [
+            make(spec, "float32", length, stream(name.encode(), i), rank)
+            for i, (*_, length) in enumerate(self.places[name])
+        ]
+        return Tensor(
+            name, 3, self.places[name], stages_for("cpu", True), codec=spec.text(), made=made
+        )
+
+    def _plan(self) -> None:
+        before = len(self.rounds)
+        super()._plan()
+        for i, round_ in enumerate(self.rounds[before:], before):
+            round_.rate = 1 / (i + 1)
+            if round_.kind in (BROADCAST, MISMATCH):
+                round_.kind = SUM
+        for worker in self.workers:
+            self.tensor_of.update({id(round_): at for at, round_ in worker.todo})
+
+    def _lose_some(self) -> None:
+        if not self.patient:
+            super()._lose_some()
+        elif self._settled():
+            losses, drops = self.losses, self.drops
+            spared = self.rng.random() < 0.5
+            self.losses, self.drops = (0, drops) if spared else (losses, 0)
+            super()._lose_some()
+            self.losses, self.drops = (losses, self.drops) if spared else (self.losses, drops)
+
+    # ---- what is right
+
+    def _wrong(self, round_: Round) -> str:
+        """What is wrong besides the values, which check() compares with simulated ones."""
+        alive = {w.rank for w in self.workers}
+        outcomes = [round_.got[i] for i in round_.inputs if i in alive]
+        if any(isinstance(o, str) for o in outcomes):
+            return f"{outcomes}"
+        if any(o.tobytes() != outcomes[0].tobytes() for o in outcomes):
+            return "survivors have different results"
+        return ""
+
+    @property
+    def resets(self) -> int:
+        """Residuals that were lost with a lane and a worker."""
+        return sum(lane.counters()["reset"] for lane in self.lanes)
+
+    def _next(
+        self, part: Partition, round_: Round, cut: slice, pushes: dict[int, bytes], from_: _Branch
+    ) -> list[tuple[_Branch, bytes | None]]:
+        """All branches in which a partition's round may end, with the lane's answers."""
+        alive = {w.rank for w in self.workers}
+        got = next((round_.got[i][cut].tobytes() for i in round_.inputs if i in alive), None)
+        found: list[tuple[_Branch, bytes | None]] = []
+        for n in range(from_[0], len(self.lost) + 1):
+            gone = {worker.rank for worker in self.lost[:n]}
+            who = [i for i in round_.inputs if i not in gone]
+            if not who:
+                found += [(from_, None)] if got is None else []
+                continue
+            divisor = self.senders - n if round_.kind == AVERAGE else 1
+            part.go_to(from_[1])
+            answer = part.answer({i: pushes[i] for i in who}, divisor, round_.rate)
+            after = part.state()
+            if got is None or part.take(answer, ()).tobytes() == got:
+                found.append(((n, after), answer))
+        return found
+
+    def _of_partition(self, at: int, i: int) -> list[set[int]]:
+        name, spec = f"t{at}", self.specs[at]
+        begin, n = (bytes_ // 4 for bytes_ in self.places[name][i][-2:])
+        cut = slice(begin, begin + n)
+        part = Partition(spec, name, i, n, "float32", self.senders)
+        branches: list[_Branch] = [(0, part.state())]
+        numbers = []
+        for number, round_ in enumerate(r for r in self.rounds if self.tensor_of[id(r)] == at):
+            pushes = {w: part.push(w, a[cut], round_.rate) for w, a in round_.inputs.items()}
+            if self.resets and self.lost:
+                branches += [(n, part.without_residual(state)) for n, state in branches]
+            found = [x for branch in branches for x in self._next(part, round_, cut, pushes, branch)]
+            assert found, (name, i, spec.text(), number, [n for n, _ in branches])
+            branches = list(dict.fromkeys(branch for branch, _ in found))
+            numbers.append({n for n, _ in branches})
+            answers = [answer for _, answer in found if answer is not None]
+            if answers:
+                part.take(answers[0], round_.inputs)
+        return numbers
+
+    def counted(self, at: int) -> list[set[int]]:
+        """For each round of a tensor: numbers n for which it may lack the first n lost workers."""
+        of_parts = [self._of_partition(at, i) for i in range(len(self.places[f"t{at}"]))]
+        alive = {w.rank for w in self.workers}
+        rounds = [r for r in self.rounds if self.tensor_of[id(r)] == at]
+        common = [set.intersection(*numbers) for numbers in zip(*of_parts)]
+        assert all(n for n, round_ in zip(common, rounds) if alive & set(round_.inputs)), common
+        return common
+
+    def check(self) -> None:
+        Script.check(self)
+        if self.strict:
+            assert self.resets == 0
+        for at in range(len(self.specs)):
+            self.counted(at)
+
+
+class Compressed(Compressing, Shrinking):
+    """Such a run, in which each push_pull is decided by itself."""
+
+
+class CompressedSteps(Compressing, Stepping):
+    """Such a run, in which each step is decided as a whole."""
+
+    def check(self) -> None:
+        super().check()
+        steps: dict[int, set[int]] = {}
+        for at in range(len(self.specs)):
+            rounds = [r for r in self.rounds if self.tensor_of[id(r)] == at]
+            for round_, numbers in zip(rounds, self.counted(at)):
+                step = self.step_of[id(round_)]
+                steps[step] = steps.get(step, numbers) & numbers
+        assert all(steps.values()), steps
