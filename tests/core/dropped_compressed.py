@@ -5,14 +5,17 @@ have never seen the pushes of a lost worker which do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from bpsx.compression.spec import CompressionSpec, compression, make, stream
 from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from core.dropped import Shrinking, Stepping
 from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script
-from support.simulated import Partition
+from support.simulated import Partition, Sum, counted
 
 SPECS: dict[str, dict[str, Any]] = {
     "onebit": {"compressor": "onebit", "scaling": True},
@@ -27,8 +30,10 @@ SPECS: dict[str, dict[str, Any]] = {
     "dithering": {"compressor": "dithering", "k": 4},
     "dithering-ef": {"compressor": "dithering", "k": 4, "ef": "vanilla", "momentum": "nesterov"},
 }
-#: How many of the lost workers do not count, and the state of a partition's lane after that.
-_Branch = tuple[int, Any]
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.tobytes() == other.tobytes()
 
 
 class Compressing(Script):
@@ -116,46 +121,25 @@ class Compressing(Script):
         """Residuals that were lost with a lane and a worker."""
         return sum(lane.counters()["reset"] for lane in self.lanes)
 
-    def _next(
-        self, part: Partition, round_: Round, cut: slice, pushes: dict[int, bytes], from_: _Branch
-    ) -> list[tuple[_Branch, bytes | None]]:
-        """All branches in which a partition's round may end, with the lane's answers."""
+    def _sum(self, round_: Round, cut: slice) -> Sum:
         alive = {w.rank for w in self.workers}
-        got = next((round_.got[i][cut].tobytes() for i in round_.inputs if i in alive), None)
-        found: list[tuple[_Branch, bytes | None]] = []
-        for n in range(from_[0], len(self.lost) + 1):
-            gone = {worker.rank for worker in self.lost[:n]}
-            who = [i for i in round_.inputs if i not in gone]
-            if not who:
-                found += [(from_, None)] if got is None else []
-                continue
-            divisor = self.senders - n if round_.kind == AVERAGE else 1
-            part.go_to(from_[1])
-            answer = part.answer({i: pushes[i] for i in who}, divisor, round_.rate)
-            after = part.state()
-            if got is None or part.take(answer, ()).tobytes() == got:
-                found.append(((n, after), answer))
-        return found
+        got = next((round_.got[of][cut] for of in round_.inputs if of in alive), None)
+        return Sum(
+            {of: a[cut] for of, a in round_.inputs.items()},
+            round_.kind == AVERAGE,
+            round_.rate,
+            None if got is None else partial(_same, got),
+        )
 
     def _of_partition(self, at: int, i: int) -> list[set[int]]:
-        name, spec = f"t{at}", self.specs[at]
-        begin, n = (bytes_ // 4 for bytes_ in self.places[name][i][-2:])
-        cut = slice(begin, begin + n)
-        part = Partition(spec, name, i, n, "float32", self.senders)
-        branches: list[_Branch] = [(0, part.state())]
-        numbers = []
-        for number, round_ in enumerate(r for r in self.rounds if self.tensor_of[id(r)] == at):
-            pushes = {w: part.push(w, a[cut], round_.rate) for w, a in round_.inputs.items()}
-            if self.resets and self.lost:
-                branches += [(n, part.without_residual(state)) for n, state in branches]
-            found = [x for branch in branches for x in self._next(part, round_, cut, pushes, branch)]
-            assert found, (name, i, spec.text(), number, [n for n, _ in branches])
-            branches = list(dict.fromkeys(branch for branch, _ in found))
-            numbers.append({n for n, _ in branches})
-            answers = [answer for _, answer in found if answer is not None]
-            if answers:
-                part.take(answers[0], round_.inputs)
-        return numbers
+        begin, n = (nbytes // 4 for nbytes in self.places[f"t{at}"][i][-2:])
+        rounds = [r for r in self.rounds if self.tensor_of[id(r)] == at]
+        return counted(
+            Partition(self.specs[at], f"t{at}", i, n, "float32", self.senders),
+            [self._sum(round_, slice(begin, begin + n)) for round_ in rounds],
+            [worker.rank for worker in self.lost],
+            bool(self.resets),
+        )
 
     def counted(self, at: int) -> list[set[int]]:
         """For each round of a tensor: numbers n for which it may lack the first n lost workers."""

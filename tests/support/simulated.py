@@ -5,8 +5,8 @@ The codecs are the compiled ones; all else that happens to their state is writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -98,3 +98,60 @@ class Partition:
         for of in who if self.counted else ():
             self.workers[of].counter = int.from_bytes(answer[:8], "little")
         return got.astype(self.dtype)
+
+
+class Sum(NamedTuple):
+    """One round of a partition: gradients by worker, and what is known of its result."""
+
+    gradients: Mapping[int, np.ndarray]
+    average: bool
+    rate: float
+    #: Whether this is what the survivors have got; None: no survivor took part.
+    fits: Callable[[np.ndarray], bool] | None
+
+
+def counted(
+    part: Partition, sums: Sequence[Sum], lost: Sequence[int], resets: bool = False
+) -> list[set[int]]:
+    """For each sum, all numbers n for which it may be the one without the first n of ``lost``.
+
+    In later sums n does not decrease. ``resets``: the lane's residual may have been lost. Raises
+    AssertionError if no way fits.
+    """
+    # How many of the lost workers do not count, with the lane's state.
+    branches: list[tuple[int, _State]] = [(0, part.state())]
+    numbers = []
+    for place, one in enumerate(sums):
+        pushes = {of: part.push(of, g, one.rate) for of, g in one.gradients.items()}
+        if resets:
+            branches += [(n, part.without_residual(state)) for n, state in branches]
+        found: dict[tuple[int, _State], bytes | None] = {}
+        for n, state in branches:
+            found.update(_next(part, one, pushes, lost, n, state))
+        assert found, f"{part.spec.text()}: sum {place} fits to none of {[n for n, _ in branches]}"
+        branches = list(found)
+        numbers.append({n for n, _ in branches})
+        for answer in [answer for answer in found.values() if answer is not None][:1]:
+            part.take(answer, one.gradients)
+    return numbers
+
+
+def _next(
+    part: Partition, one: Sum, pushes: dict[int, bytes], lost: Sequence[int], least: int,
+    state: _State,
+) -> dict[tuple[int, _State], bytes | None]:  # fmt: skip
+    """What may follow: how many do not count, with the lane's state; and its answer."""
+    found: dict[tuple[int, _State], bytes | None] = {}
+    for n in range(least, len(lost) + 1):
+        who = [of for of in one.gradients if of not in lost[:n]]
+        if not who:
+            if one.fits is None:
+                found[least, state] = None
+            continue
+        part.go_to(state)
+        divisor = len(part.workers) - n if one.average else 1
+        answer = part.answer({of: pushes[of] for of in who}, divisor, one.rate)
+        after = part.state()
+        if one.fits is None or one.fits(part.take(answer, ())):
+            found[n, after] = answer
+    return found

@@ -64,10 +64,16 @@ class Compressing:
         core: Core,
         current: Callable[[str], Tensor | None],
         remembered: Remembered | None = None,
+        leads: Callable[[], bool] | None = None,
     ) -> None:
-        """``current`` returns the core's tensor that a name currently stands for, or None."""
+        """``current`` returns the core's tensor that a name currently stands for, or None.
+
+        ``leads`` tells whether this worker reads and sets the servers' part of the state; None: the
+        worker does whose sender is 0.
+        """
         self._core, self._current = core, current
         self._config, self._near = config, near
+        self._leads = leads or (lambda: near.sender == 0)
         self._of: dict[str, CompressionSpec] = dict(remembered.compressions) if remembered else {}
         # By name, dtype, bytes, and whether the tensor is on a GPU.
         self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}
@@ -270,7 +276,7 @@ class Compressing:
         tensors = [tensor for tensor in map(self._tensor_of, wanted) if tensor is not None]
         for tensor in tensors:
             until_idle(self._core, tensor, self._config.shutdown_timeout)
-        taken = take(self._core, tensors, self._near.sender == 0)
+        taken = take(self._core, tensors, self._leads())
         found: dict[str, Saved] = {
             tensor.name: {**self._meanings[tensor], **taken[tensor.name]} for tensor in tensors
         }
@@ -327,7 +333,7 @@ class Compressing:
         self._wait_for_servers()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Reset residuals, momentum and counters of ``names``; worker 0 also resets the servers'.
+        """Reset residuals, momentum and counters of ``names``; one worker also resets the servers'.
 
         All workers must call this. Raises as :meth:`restore`.
         """
@@ -338,7 +344,7 @@ class Compressing:
             tensor = self._tensor_of(name)
             if tensor is not None:
                 until_idle(self._core, tensor, self._config.shutdown_timeout)
-                handle = clear(self._core, tensor, self._near.sender == 0)
+                handle = clear(self._core, tensor, self._leads())
                 if handle is not None:
                     self._told.append(handle)
         self._wait_for_servers()

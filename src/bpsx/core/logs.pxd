@@ -10,7 +10,7 @@ from libc.string cimport memcpy, memmove
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport Backup, LogEntry, Partition, Snapshot, SumNumbers, wire_of
 from bpsx.core.state cimport Core
-from bpsx.core.wire cimport HAS_STATE, SUMMED, WAS_SET, Coded, Header, counter_in
+from bpsx.core.wire cimport HAS_STATE, STATE, SUMMED, WAS_SET, Coded, Header, counter_in
 from bpsx.system.arrays cimport make_room
 from bpsx.transports.abi cimport Message
 
@@ -167,6 +167,7 @@ cdef inline int take_snapshot(
     """
     cdef Partition *p
     cdef Backup *b
+    cdef bint was_set = h.flags & STATE != 0
     if <uint32_t>h.cookie >= c.table.n:
         return -1
     p = c.table.at[<uint32_t>h.cookie]
@@ -180,7 +181,7 @@ cdef inline int take_snapshot(
         return 0
     # A state that was set after the same sum is newer.
     if not b.snapshot.held or b.snapshot.sum < h.round or (
-        b.snapshot.sum == h.round and not b.snapshot.was_set
+        b.snapshot.sum == h.round and (was_set or not b.snapshot.was_set)
     ):
         if c.endpoint.keeps and m.has_body and body == m.body:
             drop_snapshot(c, &b.snapshot)
@@ -188,7 +189,7 @@ cdef inline int take_snapshot(
             taken[0] = True
         elif not copy_snapshot(c, &b.snapshot, body, h.length):
             return 0
-        describe_snapshot(c, &b.snapshot, h.round, h.length, False)
+        describe_snapshot(c, &b.snapshot, h.round, h.length, was_set)
     b.unconfirmed = True
     return 0
 

@@ -64,7 +64,7 @@ cdef enum Kind:
     # docs/internals/elastic-compression.md.
     #
     # lane -> worker: keep this state, which follows sum `round` of the key; `cookie` as in an
-    # ANSWER; body: as core/codec/state.pxd saves it
+    # ANSWER; body: as core/codec/state.pxd saves it. Flag STATE: it replaces others after that sum
     SNAP = 14
     # lane -> worker: send what the log of this key has after sum `round` and, with flag STATE, the
     # kept state. The unanswered push is part of sum `divisor`; 0: of none that has been encoded

@@ -3,10 +3,10 @@
 # compression, arXiv 1905.10936).
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from bpsx.core.codec.packed cimport ALIKE, RATE_BYTES, SLACK, Packed
-from bpsx.core.codec.state cimport grow_scratch, load_state, pack, save_state, server_state_bytes
+from bpsx.core.codec.state cimport grow_scratch, pack, save_state, server_state_bytes
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport Compressed, KeyState, Share, fail_sum, memory_for
@@ -88,13 +88,12 @@ cdef inline bint keep_before(Compressed *c) noexcept nogil:
     return True
 
 
-cdef inline bint go_back(Compressed *c, uint32_t sum_) noexcept nogil:
-    """Go back to the state after a sum. False: it is not kept."""
-    if c.before == NULL or c.before_sum != sum_:
-        return False
-    load_state(c.packed, c.before)
-    c.sum, c.restored = sum_, False
-    return True
+cdef inline void forget_residual(Packed *p) noexcept nogil:
+    """Let error feedback start from zero."""
+    p.rate = 0
+    memset(p.state, 0, sizeof(p.state))
+    if p.residual != NULL:
+        memset(p.residual, 0, p.n * p.wide_itemsize)
 
 
 cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:

@@ -10,7 +10,7 @@ from bpsx.core.codec.state cimport load_state, most_bytes, server_state_bytes
 from bpsx.core.wire cimport (
     FETCH, HAS_STATE, STATE, SUMMED, WAS_SET, Coded, Header, LogHead, header_init, padded,
 )
-from bpsx.server.compressed cimport add_packed, encode_sum, go_back
+from bpsx.server.compressed cimport add_packed, encode_sum, forget_residual
 from bpsx.server.lane cimport Lane
 from bpsx.server.loading cimport cannot_rebuild, tell_reset
 from bpsx.server.reply cimport let_go, put_record
@@ -92,37 +92,45 @@ cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept n
             gap, counter = max(gap, t.coded[sender].gap), max(counter, t.coded[sender].counter)
     if newest >= 0:
         base = t.coded[newest].state
-    if e.compressed.whole:
-        take_back(lane, e, newest, last)
-        note_snapshots(lane, e, newest, base)
-        return
-    e.compressed.sum = last
     if e.compressed.packed.light and newest >= 0:
-        e.compressed.packed.counter = t.coded[newest].counter
-    elif not e.compressed.packed.light and base < gap:
-        start_anew(lane, e, counter)
-    elif not e.compressed.packed.light and (last or newest >= 0):
-        begin_rebuild(lane, e, most, newest)
-        return
-    e.compressed.whole = True
+        counter = t.coded[newest].counter
+    if e.compressed.whole:
+        take_back(lane, e, last, counter)
+    else:
+        e.compressed.sum = last
+        if not e.compressed.packed.light and base >= gap and (last or newest >= 0):
+            begin_rebuild(lane, e, most, newest)
+            return
+        e.compressed.whole = True
+        if e.compressed.packed.light:
+            e.compressed.packed.counter = counter
+        elif base < gap:
+            start_anew(lane, e, counter)
+    if lane.settings.shrinks and not e.compressed.packed.light:
+        note_snapshots(lane, e, newest, base)
 
 
-cdef inline void take_back(Lane *lane, KeyState *e, int newest, uint32_t last) noexcept nogil:
-    """The key stays at its lane, and workers are lost: take back a sum that no other worker has
-    committed. `last`: number of the latest that one has.
+cdef inline void take_back(
+    Lane *lane, KeyState *e, uint32_t last, uint64_t counter
+) noexcept nogil:
+    """The key stays at its lane, and workers are lost: take the latest sum back, unless one of the
+    others has committed it.
+
+    `last`: number of the latest that one has, `counter`: the lane's after it. Sums before the
+    latest stay, even if only lost workers had part in them, while the others had joined.
     """
     cdef Compressed *c = e.compressed
     if c.sum <= last:
         return
     lane.counters.undone += 1
-    if go_back(c, last):
+    if c.before == NULL:
+        c.sum = last
+        c.packed.counter = counter
+        if not c.packed.light:
+            start_anew(lane, e, counter)
         return
-    c.sum = last
-    if c.packed.light and newest >= 0:
-        c.packed.counter = e.takeover.coded[newest].counter
-    # Else only lost workers had part in these sums, while the others had joined. The residual that
-    # they have left stays.
-    c.restored = True
+    load_state(c.packed, c.before)
+    c.restored, c.sum = c.before_sum != last, last
 
 
 cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t base) noexcept nogil:
@@ -130,12 +138,9 @@ cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t ba
     snapshot of this state.
     """
     cdef Saving *s = &e.compressed.saving
-    cdef bint held = newest >= 0 and base == e.compressed.sum and (
+    if newest >= 0 and base == e.compressed.sum and (
         not e.compressed.restored or e.takeover.coded[newest].flags & WAS_SET
-    )
-    if e.compressed.packed.light:
-        return
-    if held:
+    ):
         end_sending(s, False)
         s.stored, s.logged = base, 0
     elif e.compressed.sum or e.compressed.restored:
@@ -144,12 +149,12 @@ cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t ba
 
 cdef inline void start_anew(Lane *lane, KeyState *e, uint64_t counter) noexcept nogil:
     """The key's residual is lost: its lane is, and so is a worker that had a part of the log."""
+    forget_residual(e.compressed.packed)
     e.compressed.packed.counter = counter
     lane.counters.reset += 1
     if lane.terms.reset != e.term:
         lane.terms.reset = e.term
         tell_reset(lane, e.term)
-    save_at_once(lane, e)
 
 
 cdef inline void begin_rebuild(

@@ -4,7 +4,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
 from bpsx.core.codec.state cimport save_state, server_state_bytes
-from bpsx.core.wire cimport HEADER_BYTES, INLINE_BYTES, KEPT, SNAP, Header, header_init
+from bpsx.core.wire cimport HEADER_BYTES, INLINE_BYTES, KEPT, SNAP, STATE, Header, header_init
 from bpsx.server.lane cimport Lane
 from bpsx.server.reply cimport Result, put_record, result_done, result_in
 from bpsx.server.store cimport Have, KeyState, Saving
@@ -83,6 +83,7 @@ cdef inline void send_snapshot(
     header_init(&h, SNAP, lane.settings.job, sender)
     h.dtype, h.key, h.round = e.dtype, e.key, e.compressed.sum
     h.cookie, h.length = cookie, size
+    h.flags = STATE if e.compressed.restored else 0
     e.compressed.saving.sent, e.compressed.saving.holder = e.compressed.sum, <int>sender
     e.compressed.saving.unstored = e.compressed.saving.logged
     e.compressed.saving.logged = 0

@@ -76,13 +76,15 @@ class Session(Liveness):
         self._async: bool = config.asynchronous
         self._reason = ""  # why this worker left work undone, as its goodbye says
         self._speedometer = Speedometer()
-        latest = self._latest  # a reference to the session would keep the session alive
+        # A reference to the session would keep the session alive.
+        latest, company = self._latest, self._company
         self.compressing = Compressing(
             config,
             self._near,
             self._core,
             lambda name: latest[name].tensor if name in latest else None,
             remembered,
+            leads=(lambda: company.rank == 0) if self.shrinks else None,
         )
         self.devices = Devices(config, self._near, self._core, self._gpu_failed)
         try:
@@ -458,11 +460,6 @@ class Session(Liveness):
             return None
         name = request.name
         codec = self.compressing.of(name, dtype, nbytes)
-        if codec is not None and self.shrinks:
-            raise errors.ConfigError(
-                f"{name!r} is to be compressed, which does not work with BPSX_ELASTIC=shrink: set"
-                " that to servers, or do not compress"
-            )
         if codec is not None and codec.ef == "corrected" and not 0 <= request.rate < float("inf"):
             raise errors.ConfigError(
                 f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number of"
