@@ -226,21 +226,3 @@ def test_other_operations_go_on_without_a_worker(scene):
             assert place == [rank, 2] and mean == 1.5
             assert reports == wanted, reports
         assert job.scheduler.wait() == 0
-
-
-def test_compression_is_refused():
-    source = """
-        import bpsx, numpy as np
-
-        bpsx.init()
-        bpsx.declare("x", {"compressor": "onebit"})
-        try:
-            bpsx.push_pull(np.ones(100_000, np.float32), name="x")
-        except bpsx.errors.ConfigError as e:
-            report("BPSX_ELASTIC=shrink" in str(e))
-        bpsx.shutdown()
-    """
-    with Job(source, workers=2, env=SHRINK) as job:
-        for worker in job.workers:
-            assert worker.wait() == 0
-            assert worker.reports() == [True]

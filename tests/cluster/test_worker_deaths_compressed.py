@@ -195,3 +195,48 @@ def test_a_worker_and_a_server_are_killed_at_once():
         for process in both:
             process.signal(signal.SIGKILL)
         job.end_well(1, resets=True)
+
+
+_CHECKPOINT = """
+import bpsx, numpy as np
+from bpsx.api.verbs import session
+
+bpsx.init()
+number = bpsx.rank()
+bpsx.declare("x", compression={"compressor": "topk", "k": 0.01, "ef": "vanilla"})
+
+def step(of):
+    rng = np.random.default_rng([of, number])
+    return bpsx.push_pull(rng.standard_normal(50_000, np.float32), name="x")
+
+for of in range(3):
+    step(of)
+report("ready")
+hear()
+step(3)
+saved = session().compressing.save(["x"])
+report(sorted(saved["x"]))
+bpsx.barrier()
+first = [step(4).tobytes(), step(5).tobytes()]
+session().compressing.restore(saved)
+bpsx.barrier()
+report([step(4).tobytes(), step(5).tobytes()] == first)
+session().compressing.forget(["x"])
+bpsx.shutdown()
+"""
+
+
+def test_the_first_worker_that_lives_saves_and_restores_the_servers_state():
+    env = {"BPSX_ELASTIC": "shrink", "BPSX_FIXED_ORDER": "1"}
+    with Job(_CHECKPOINT, workers=3, servers=2, env=env) as job:
+        for worker in job.workers:
+            worker.wait_for_line("ready")
+        job.workers[0].signal(signal.SIGKILL)
+        assert job.scheduler is not None
+        job.scheduler.wait_for_line("workers go on without worker 0")
+        for worker in job.workers[1:]:
+            worker.say("go")
+        for number in (1, 2):
+            assert job.workers[number].wait() == 0, job.workers[number].text()
+            _, keys, same = job.workers[number].reports()
+            assert ("server" in keys) == (number == 1) and same

@@ -1,7 +1,7 @@
 """Compression state kept between rounds: saved and restored for checkpoints and suspend().
 
 Each worker has its own residual, momentum and counters. The servers have residuals and counters of
-their own, which worker 0 fetches and sets.
+their own, which worker 0, or the first that lives, fetches and sets.
 """
 
 from __future__ import annotations
