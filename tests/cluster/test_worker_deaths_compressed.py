@@ -4,6 +4,7 @@ simulated lanes, which have never seen a push of the lost worker that does not c
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import signal
@@ -41,18 +42,20 @@ CASES = {
     for compressor, options in _OPTIONS.items()
     for ef in ("", "vanilla", "corrected", *(["sparse"] if compressor == "randomk" else []))
 }
-_SHARE = """
-def share(name, n, step, of):
+
+
+def share(name: str, n: int, step: int, of: int) -> np.ndarray:
+    """What a worker pushes."""
     seed = [zlib.crc32(name.encode()), step, of]
     return np.random.default_rng(seed).standard_normal(n, np.float32)
-"""
-exec(_SHARE)
+
+
 #: A worker that reports the checksum of each partition of each result.
 _TRAINING = (
     """
 import bpsx, json, numpy as np, os, zlib
 """
-    + _SHARE
+    + inspect.getsource(share)
     + """
 bpsx.init()
 cases, n, steps = json.loads(os.environ["CASES"]), {elements}, {steps}
@@ -138,10 +141,7 @@ class Compressed(Job):
         )
         rounds = [
             Sum(
-                {
-                    of: share(name, ELEMENTS, step, of)[begin:end]  # type: ignore[name-defined]
-                    for of in range(len(self.workers))
-                },
+                {of: share(name, ELEMENTS, step, of)[begin:end] for of in range(len(self.workers))},
                 True,
                 1 / (step + 1),
                 lambda got, crc=sums[name, step][i]: zlib.crc32(got.tobytes()) == crc,

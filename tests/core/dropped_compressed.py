@@ -63,9 +63,7 @@ class Compressing(Script):
         )
         for worker in self.workers:
             worker.core.open_pool(1)
-            worker.tensors = [
-                self._compressed(i, worker.rank) for i in range(len(worker.tensors))
-            ]
+            worker.tensors = [self._compressed(i, worker.rank) for i in range(len(worker.tensors))]
 
     def _cut(self, number: int) -> list[tuple[int, int, int, int, int]]:
         parts: list[tuple[int, int, int, int, int]] = []

@@ -418,7 +418,7 @@ cdef class Lane:
           lost;
         * ``snapshots``: snapshots of compressed keys that were sent to workers;
         * ``replayed``: sums of compressed keys that were computed again, for a lost lane;
-        * ``undone``: sums of compressed keys that were taken back, as they had a lost worker's push;
+        * ``undone``: sums of compressed keys that were taken back, with a lost worker's push;
         * ``reset``: compressed keys whose residual was lost, with a server and a worker;
         * ``dropped``: messages lost for lack of memory, and other errors that end the lane;
         * ``pending``: messages received and not handled yet.
