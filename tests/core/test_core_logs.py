@@ -24,14 +24,14 @@ STATE_BYTES = 48 + 4 * N
 class Rig:
     """An elastic core with one compressed tensor, on lane 0 of two."""
 
-    def __init__(self, ef: str = "vanilla", n: int = N) -> None:
+    def __init__(self, ef: str = "vanilla", n: int = N, **options: int) -> None:
         self.endpoint = LoopbackEndpoint()
         self.lanes = [LoopbackEndpoint() for _ in range(2)]
         for i, lane in enumerate(self.lanes):
             self.endpoint.link(i, lane, 0)
             lane.link(0, self.endpoint, i)
         self.core = Core(
-            self.endpoint, rank=0, job=7, lanes=[0, 1], credit=0, spin_us=0, elastic=True
+            self.endpoint, rank=0, job=7, lanes=[0, 1], credit=0, spin_us=0, elastic=True, **options
         )
         self.core.open_pool(1)
         self.core.start()
@@ -76,15 +76,15 @@ class Rig:
         handle.wait(60)
         return push
 
-    def lose_lane(self) -> w.Coded:
+    def lose_lane(self, term: int = 1) -> w.Coded:
         """Lose lane 0; return what the core says to lane 1."""
-        self.core.begin_term(1, [(0, [(1, 20)])])
+        self.core.begin_term(term, [(0, [(1, 20)])])
         self.lane = 1
         return w.coded(self.take(w.HAVE).body or b"")
 
-    def logged(self, push: w.Record, after: int, unanswered: int = 0) -> list[tuple]:
+    def logged(self, push: w.Record, after: int, unanswered: int = 0, term: int = 1) -> list[tuple]:
         """Ask for the log; return its entries."""
-        self.send(w.FETCH, push, term=1, round=after, divisor=unanswered)
+        self.send(w.FETCH, push, term=term, round=after, divisor=unanswered)
         parts = [self.take(w.LOG)]
         while len(parts) < parts[0].divisor:
             parts.append(self.take(w.LOG))

@@ -108,6 +108,8 @@ class Sum(NamedTuple):
     rate: float
     #: Whether this is what the survivors have got; None: no survivor took part.
     fits: Callable[[np.ndarray], bool] | None
+    #: It may have failed, with an error for all.
+    failed: bool = False
 
 
 def counted(
@@ -142,6 +144,8 @@ def _next(
 ) -> dict[tuple[int, _State], bytes | None]:  # fmt: skip
     """What may follow: how many do not count, with the lane's state; and its answer."""
     found: dict[tuple[int, _State], bytes | None] = {}
+    if one.failed:
+        found[least, state] = None
     for n in range(least, len(lost) + 1):
         who = [of for of in one.gradients if of not in lost[:n]]
         if not who:
