@@ -6,7 +6,7 @@ import pytest
 
 from bpsx.compression.spec import compression
 from core.test_lane import Rig
-from core.test_lane_rebuild import N, ONEBIT, STATE_BYTES, push, push_of, register
+from core.test_lane_rebuild import ONEBIT, STATE_BYTES, N, push, push_of, register
 from support import wire as w
 from support.simulated import Partition
 
