@@ -15,11 +15,13 @@ class Three(Rig):
     """A lane with three workers, of which one is lost after ``rounds`` rounds.
 
     ``right`` has the state of a lane after the first ``committed`` rounds. Worker 0 sets the state
-    if it is the one that is lost.
+    if it is the one that is lost. ``alone``: later rounds of worker 2, while the others are in join.
     """
 
-    def __init__(self, rounds: int, committed: int, lost: int = 2) -> None:
-        super().__init__(3, shrinks=True, fixed_order=True, log_ratio=100)
+    def __init__(
+        self, rounds: int, committed: int, lost: int = 2, alone: int = 0, log_ratio: float = 100
+    ) -> None:
+        super().__init__(3, shrinks=True, fixed_order=True, log_ratio=log_ratio)
         self.right = Partition(compression(ONEBIT), "name", 0, N, "float32", 3)
         register(self)
         for round_ in range(rounds):
@@ -29,6 +31,13 @@ class Three(Rig):
                 assert [r.kind for r in self.take(rank)] == [w.ANSWER]
         for round_ in range(committed):
             self.answer(round_, 3)
+        for rank in range(2 if alone else 0):
+            self.lane.joined(rank)
+        for round_ in range(rounds, rounds + alone):
+            push(self, 2, round_, flags=w.KEPT)
+            self.stored = self.take(2)[-1].divisor
+        if alone:
+            self.lane.all_joined()
         if lost == 0:
             state = bytes(STATE_BYTES)
             self.push(0, 0, state, flags=w.STATE, round_=rounds, cookie=0)
@@ -40,11 +49,11 @@ class Three(Rig):
         pushes = {rank: push_of(10 * round_ + rank) for rank in range(workers)}
         return self.right.answer(pushes, 2, 0)
 
-    def have(self, rank: int, round_: int, coded: w.Coded, flags: int = 0) -> None:
+    def have(self, rank: int, round_: int, coded: w.Coded, flags: int = 0, joins: int = 0) -> None:
         """Say what a worker has in term 1."""
         body = coded.bytes()
         record = w.Record(w.HAVE, w.INLINE | flags, key=100, sender=rank, term=1, round=round_)
-        record = record._replace(divisor=0, cookie=1000 + rank, length=len(body), body=body)
+        record = record._replace(divisor=joins, cookie=1000 + rank, length=len(body), body=body)
         codec = compression(ONEBIT).text().encode()
         name = w.Record(w.REGISTER, w.INLINE, key=100, sender=rank, term=1, cookie=4 * N)
         name = name._replace(priority=len(codec), length=4 + len(codec), body=b"name" + codec)
@@ -123,6 +132,19 @@ def test_the_holder_may_have_pushed_before_the_snapshot_arrived(three, confirms,
             push(r, rank, round_, term=1, flags=w.KEPT if kept else 0)
         found.append([r.take(rank)[-1].divisor for rank in range(2)])
     assert found == [[n, n] for n in stored]
+
+
+def test_a_snapshot_that_only_the_lost_worker_had_is_not_stored_any_more(three):
+    r = three(1, 1, alone=5, log_ratio=0.01)
+    assert r.stored > 1
+    for rank in range(2):
+        r.have(rank, 0, w.Coded(1, w.SUMMED, 0, 1), joins=1)
+    records = [x for rank in range(2) for x in r.take(rank)]
+    (snap,) = [x for x in records if x.kind == w.SNAP]
+    assert snap.round == 1
+    for rank in range(2):
+        push(r, rank, 0, term=1)
+    assert [(x.slot, x.divisor) for x in (r.take(0)[-1], r.take(1)[-1])] == [(2, 0)] * 2
 
 
 def test_error_feedback_starts_from_zero_where_a_part_of_the_log_is_lost():

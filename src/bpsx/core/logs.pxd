@@ -112,7 +112,7 @@ cdef inline void note_no_sum(Partition *p) noexcept nogil:
 
 
 cdef inline void note_lost_worker(Core *c, Partition *p) noexcept nogil:
-    """A worker is lost with its log: no sum that this worker has committed can be repeated."""
+    """Another worker is lost, and its log with it: committed sums cannot be repeated."""
     if p.backup != NULL and not p.packed.light:
         p.backup.gap = p.backup.sum
         drop_older(c, p.backup, p.backup.gap)

@@ -138,10 +138,11 @@ cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t ba
     snapshot of this state.
     """
     cdef Saving *s = &e.compressed.saving
+    end_sending(s, False)
+    s.stored = 0                # it may follow a sum that only a lost worker had
     if newest >= 0 and base == e.compressed.sum and (
         not e.compressed.restored or e.takeover.coded[newest].flags & WAS_SET
     ):
-        end_sending(s, False)
         s.stored, s.logged = base, 0
     elif e.compressed.sum or e.compressed.restored:
         save_at_once(lane, e)

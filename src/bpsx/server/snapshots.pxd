@@ -134,11 +134,12 @@ cdef inline void save_with(Lane *lane, KeyState *e, Header *push) noexcept nogil
 
 cdef inline void save_at_once(Lane *lane, KeyState *e) noexcept nogil:
     """The key is taken over, and its state cannot be rebuilt from older snapshots: send it to a
-    sender that has the outcome of the latest sum. If none pushes, a snapshot is due.
+    sender that has the outcome of the latest sum. If none has, a snapshot is due.
+
+    None may be under way.
     """
     cdef Saving *s = &e.compressed.saving
     cdef int holder = choose_holder(lane, e)
-    end_sending(s, False)
     if holder < 0:
         s.logged = max(s.logged, s.due)
         return
