@@ -15,7 +15,7 @@ class Three(Rig):
     """A lane with three workers, of which one is lost after ``rounds`` rounds.
 
     ``right`` has the state of a lane after the first ``committed`` rounds. Worker 0 sets the state
-    if it is the one that is lost. ``alone``: later rounds of worker 2, while the others are in join.
+    if it is the one that is lost. ``alone``: later rounds of worker 2, with the others in join().
     """
 
     def __init__(
