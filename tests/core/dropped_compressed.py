@@ -32,8 +32,11 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def _same(one: np.ndarray | str, other: np.ndarray) -> bool:
-    return not isinstance(one, str) and one.tobytes() == other.tobytes()
+def _same(one: np.ndarray | str, other: np.ndarray | None) -> bool:
+    """Whether results are the same; a str and None are errors."""
+    if isinstance(one, str) or other is None:
+        return isinstance(one, str) and other is None
+    return one.tobytes() == other.tobytes()
 
 
 class Compressing(Script):
@@ -108,10 +111,10 @@ class Compressing(Script):
         """What is wrong besides the values, which check() compares with simulated ones."""
         alive = {w.rank for w in self.workers}
         outcomes = [round_.got[i] for i in round_.inputs if i in alive]
-        if round_.kind == MISMATCH:
-            if all(str(o).startswith("MismatchError") for o in outcomes):
-                return ""
-            round_.kind = SUM if round_.root not in alive else AVERAGE
+        if round_.kind == MISMATCH and all(
+            str(outcome).startswith("MismatchError") for outcome in outcomes
+        ):
+            return ""
         if any(isinstance(o, str) for o in outcomes):
             return f"{outcomes}"
         if any(o.tobytes() != outcomes[0].tobytes() for o in outcomes):
@@ -131,7 +134,7 @@ class Compressing(Script):
             round_.kind == AVERAGE,
             round_.rate,
             None if got is None else partial(_same, got if isinstance(got, str) else got[cut]),
-            round_.kind == MISMATCH,
+            round_.root if round_.kind == MISMATCH else -1,
         )
 
     def _of_partition(self, at: int, i: int) -> list[set[int]]:

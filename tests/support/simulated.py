@@ -106,10 +106,11 @@ class Sum(NamedTuple):
     gradients: Mapping[int, np.ndarray]
     average: bool
     rate: float
-    #: Whether this is what the survivors have got; None: no survivor took part.
-    fits: Callable[[np.ndarray], bool] | None
-    #: It may have failed, with an error for all.
-    failed: bool = False
+    #: Whether this is what the survivors have got, with None for an error; None: no survivor took
+    #: part.
+    fits: Callable[[np.ndarray | None], bool] | None
+    #: A worker that asks for an average while the others ask for a sum, so that the sum fails.
+    odd: int = -1
 
 
 def counted(
@@ -144,16 +145,18 @@ def _next(
 ) -> dict[tuple[int, _State], bytes | None]:  # fmt: skip
     """What may follow: how many do not count, with the lane's state; and its answer."""
     found: dict[tuple[int, _State], bytes | None] = {}
-    if one.failed:
-        found[least, state] = None
     for n in range(least, len(lost) + 1):
         who = [of for of in one.gradients if of not in lost[:n]]
         if not who:
             if one.fits is None:
                 found[least, state] = None
             continue
+        if one.odd in who and len(who) > 1:
+            if one.fits is None or one.fits(None):
+                found[n, state] = None
+            continue
         part.go_to(state)
-        divisor = len(part.workers) - n if one.average else 1
+        divisor = len(part.workers) - n if one.average or who == [one.odd] else 1
         answer = part.answer({of: pushes[of] for of in who}, divisor, one.rate)
         after = part.state()
         if one.fits is None or one.fits(part.take(answer, ())):
