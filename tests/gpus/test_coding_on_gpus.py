@@ -58,10 +58,15 @@ WORKER = """
 
 
 @pytest.mark.parametrize(
-    ("shape", "cases"), [((2, 1, 1), 4), ((2, 2, 1), 1)], ids=["a GPU per machine", "two"]
+    ("shape", "cases", "elastic"),
+    [((2, 1, 1), 4, "off"), ((2, 1, 1), 4, "shrink"), ((2, 2, 1), 1, "off")],
+    ids=["a GPU per machine", "answers are committed", "two"],
 )
-def test_the_same_as_on_the_host(shape: tuple[int, int, int], cases: int, pretend: Path) -> None:
+def test_the_same_as_on_the_host(
+    shape: tuple[int, int, int], cases: int, elastic: str, pretend: Path
+) -> None:
     more = {
+        "BPSX_ELASTIC": elastic,
         "CASES": str(cases),
         "NUMBA_ENABLE_CUDASIM": "1",
         "BYTEPS_MIN_COMPRESS_BYTES": "0",
