@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from bpsx.core._tensor import CommitGroup
+from bpsx.errors import Status
 from core.test_core_logs import STATE_BYTES, Rig
 from support import wire as w
 
@@ -70,6 +71,16 @@ def test_an_answer_that_is_not_committed_neither_changes_the_push_nor_is_logged(
     assert rig.core.gauges()["logged"] == 0
 
 
+def test_an_error_that_is_not_committed_does_not_count_as_an_outcome(rig):
+    step(rig, 1)
+    _, push = rig.begin()
+    rig.send(w.ERROR, push, round=push.round, divisor=-Status.MISMATCH)
+    wait_for(rig, 2)
+    said = rig.drop()
+    assert (said.sum, said.flags & w.SUMMED) == (1, w.SUMMED)
+    assert rig.take(w.PUSH).body == push.body
+
+
 def test_a_committed_answer_is_logged_with_the_divisor_of_its_sum(rig):
     step(rig, 1)
     assert rig.drop().gap == 1
@@ -101,13 +112,13 @@ def test_a_snapshot_of_the_latest_sum_outlives_the_log(rig):
 
 def test_a_snapshot_may_replace_another_one_of_the_same_sum(rig):
     push = step(rig, 1)
-    for number, flags in enumerate((0, w.STATE, 0)):
+    for number, flags in enumerate((0, w.STATE, 0, w.STATE, 0)):
         state = bytes([number]) * STATE_BYTES
         rig.send(w.SNAP, push, state, round=1, flags=w.INLINE | flags)
-    wait_for(rig, 4)
+    wait_for(rig, 6)
     rig.core.begin_term(1, [(0, [(1, 20)])], living=2)
     rig.lane = 1
     said = w.coded(rig.take(w.HAVE).body or b"")
     assert said.flags == w.SUMMED | w.HAS_STATE | w.WAS_SET
     rig.send(w.FETCH, push, term=1, round=1, flags=w.INLINE | w.STATE, divisor=0)
-    assert rig.take(w.LOAD).body == bytes([1]) * STATE_BYTES
+    assert rig.take(w.LOAD).body == bytes([3]) * STATE_BYTES
