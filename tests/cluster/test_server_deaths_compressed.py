@@ -14,8 +14,8 @@ import pytest
 
 from support.jobs import TRANSPORTS, Job
 
-#: Two partitions each, of which the second is smaller and odd.
-ELEMENTS, PARTITION, STEPS = 90_001, 196_608, 24
+#: Two partitions each, of which the second is smaller and odd: compressed ones have twice as much.
+ELEMENTS, PARTITION, STEPS = 90_001, 98_304, 24
 _EF = {
     "onebit": ("", "vanilla", "corrected"),
     "topk": ("", "vanilla", "corrected"),
