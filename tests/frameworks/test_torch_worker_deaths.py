@@ -63,3 +63,135 @@ ONEBIT = {"compressor": "onebit", "scaling": True, "ef": "vanilla"}
 
 
 @pytest.mark.parametrize("compression", [None, ONEBIT], ids=["", "onebit"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_worker_that_dies_in_a_step_counts_in_none_of_its_gradients(servers, compression):
+    source = TRAINING.format(sizes=SIZES, steps=6, fatal=3, compression=compression)
+    env = {**SHRINK, "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+    with Job(source, workers=3, servers=servers, env=env) as job:
+        job.workers[1].wait_for_line("summed")
+        for of in (0, 2):
+            job.workers[of].wait_for_line('["step", 3]')
+        job.workers[1].signal(signal.SIGKILL)
+        moves = survivors_agree(job, 1, 3)
+        assert moves == [37.0] * 3 + [50.5] * 3
+
+
+def test_a_worker_that_dies_at_any_moment_counts_in_all_gradients_or_none():
+    for compression in (None, None, ONEBIT, ONEBIT):
+        source = TRAINING.format(sizes=SIZES, steps=8, fatal=-1, compression=compression)
+        with Job(source, workers=3, servers=2, env=SHRINK) as job:
+            job.workers[random.randrange(3)].wait_for_line('["step", 2]')
+            job.workers[1].signal(signal.SIGKILL)
+            moves = survivors_agree(job, 1, 3)
+            assert moves == sorted(moves) and set(moves) == {37.0, 50.5}
+
+
+def test_sparse_gradients_are_refused():
+    source = """
+        import torch, bpsx, bpsx.torch as bps
+
+        bps.init()
+        model = torch.nn.Embedding(4, 3, sparse=True)
+        optimizer = bps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=model.named_parameters()
+        )
+        model(torch.tensor([1])).sum().backward()
+        try:
+            optimizer.step()
+        except bpsx.errors.ConfigError as e:
+            report("BPSX_ELASTIC=shrink" in str(e))
+        bps.shutdown()
+    """
+    with Job(source, workers=2, env=SHRINK) as job:
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports() == [True]
+
+
+#: No worker dies; each step begins as usual.
+_BEGINNING = """
+    import bpsx, torch
+    import bpsx.torch as bps
+
+    torch.set_num_threads(1)
+    bps.init()
+    model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.Linear(5, 1))
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+
+    def backward():
+        optimizer.zero_grad()
+        model(torch.ones(2, 9)).sum().backward()
+
+    def step():
+        backward()
+        optimizer.step()
+
+    step()
+"""
+
+
+@pytest.mark.parametrize("end", ["", "last = bps.join(); report(last in (0, 1))"])
+def test_a_step_that_is_not_completed_keeps_nobody_waiting(end):
+    """The last backward pass has no step: its push_pulls end when the script leaves or joins."""
+    source = _BEGINNING + f"\n    backward()\n    {end}\n    bps.shutdown()\n"
+    with Job(source, workers=2, env=SHRINK) as job:
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text() + job.scheduler.text()
+            assert worker.reports() == [True] * bool(end)
+        assert job.scheduler.wait() == 0, job.scheduler.text()
+
+
+def test_a_second_optimizer_does_not_wait_for_what_the_first_has_begun():
+    source = """
+    backward()
+    del optimizer
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    step()
+    bps.shutdown()
+"""
+    with Job(_BEGINNING + source, workers=2, env=SHRINK) as job:
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+
+
+def test_a_parameter_that_some_have_frozen_is_an_error_for_all():
+    source = """
+    if bps.rank():
+        model[1].bias.requires_grad_(False)
+    try:
+        for _ in range(3):
+            step()
+    except bpsx.BpsxError as e:
+        report("frozen" in str(e))
+    bps.shutdown()
+"""
+    with Job(_BEGINNING + source, workers=2, env=SHRINK) as job:
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports() == [True], worker.text()
+
+
+def test_what_needs_all_workers_ends_the_job():
+    """Rows of workers are cut by rank, which changes when a worker is lost."""
+    source = """
+    import bpsx.torch.horovod as hvd
+    hvd.alltoall(torch.ones(3), splits=[1, 1, 1], name="x")
+    report("ready")
+    hear()
+    try:
+        hvd.alltoall(torch.ones(3), splits=[1, 1, 1], name="x")
+    except bpsx.BpsxError as e:
+        report("all_gather needs all workers" in str(e))
+"""
+    with Job(_BEGINNING + source, workers=3, env=SHRINK) as job:
+        for worker in job.workers:
+            worker.wait_for_line("ready")
+        job.workers[0].signal(signal.SIGKILL)
+        for worker in job.workers[1:]:
+            worker.say("go")
+            worker.wait()
+            assert worker.reports()[-1] is True, worker.text()
