@@ -166,3 +166,62 @@ def test_a_worker_that_dies_while_it_joins_leaves_the_others_alone():
         last = job.join(1)
         job.workers[last].wait_for_line('["step"')
         job.end_well(1, *range(3, last))
+
+
+COMPRESSED = """
+    import bpsx, time, zlib, numpy as np
+    from bpsx.api.lifecycle import session
+    from bpsx.compression.spec import compression
+
+    STEPS, NEWCOMER, SIZE = {steps}, {newcomer}, 60_000
+    bpsx.init()
+    number = session().number
+    spec = {{"compressor": {codec!r}, "k": 600, "ef": "vanilla", "seed": 3}}
+    if {codec!r} == "onebit":
+        spec = {{"compressor": "onebit", "scaling": True, "ef": "vanilla"}}
+    session().declare("g", compression(spec))
+    step, weights = np.zeros(1), np.zeros(SIZE, np.float32)
+
+    def get_model():
+        global step, weights
+        step = bpsx.broadcast(step, 0, name="step")
+        weights = bpsx.broadcast(weights, 0, name="weights")
+
+    if NEWCOMER:
+        get_model()
+    draw = np.random.default_rng(number)
+    while step[0] < STEPS:
+        gradient = draw.standard_normal(SIZE).astype(np.float32)
+        weights += bpsx.push_pull(gradient, name="g", average=True)
+        step[0] += 1
+        report(["step", int(step[0]), zlib.crc32(weights.tobytes())])
+        if session().pass_boundary().entered:
+            report(["entered"])
+            get_model()
+        time.sleep(0.002)
+    bpsx.barrier()
+    report(["end", zlib.crc32(weights.tobytes())])
+    bpsx.shutdown()
+"""
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk", "randomk"])
+def test_a_worker_joins_and_a_server_dies_with_compression(codec):
+    """The new server rebuilds its residual also from sums that the newcomer has no part in."""
+    source = COMPRESSED.format(steps=300, newcomer=False, codec=codec)
+    env = {**SHRINK, "BYTEPS_MIN_COMPRESS_BYTES": "0", "BYTEPS_PARTITION_BYTES": "65536"}
+    with Job(source, workers=3, servers=2, env=env) as job:
+        job.workers[1].wait_for_line('["step", 30')
+        job.workers[1].signal(signal.SIGKILL)
+        job.scheduler.wait_for_line("workers go on without")
+        job.start_worker(1, COMPRESSED.format(steps=300, newcomer=True, codec=codec))
+        job.workers[3].wait_for_line('["step"')
+        job.servers[0].signal(signal.SIGKILL)
+        living = [job.workers[i] for i in (0, 2, 3)]
+        everything = "\n".join(p.text()[-1500:] for p in job.processes)
+        assert [w.wait() for w in living] == [0, 0, 0], everything
+        assert len({str(w.reports()[-1]) for w in living}) == 1
+        of = [[r for r in w.reports() if r[0] == "step"] for w in living]
+        assert of[0] == of[1] and of[2] == of[0][-len(of[2]) :], "weights differ in some step"
+        log = "\n".join(s.text() for s in job.servers)
+        assert "starts from zero" not in log, log
