@@ -52,11 +52,13 @@ def test_each_role_has_its_own_count(given, servers, schedulers):
         assert not restarts.is_due(process.name)
 
 
-@pytest.mark.parametrize("most", [None, 0, 5])
-def test_workers_are_not_started_again(most: int | None):
-    restarts = Restarts(most)
-    restarts.started(Process("worker 0", "worker", ("x",), {}), 0.0)
-    assert restarts.ended("worker 0", 1.0) == "" and restarts.due is None
+def test_workers_are_started_again_as_often_as_servers():
+    restarts = Restarts(2)
+    worker = Process("worker 0", "worker", ("x",), {})
+    restarts.started(worker, 0.0), restarts.started(SERVER, 0.0)
+    assert [die(restarts, 1.0, worker) for _ in range(2)] == [0.5, 1.0]
+    assert "is used up" in restarts.ended("worker 0", 9.0)
+    assert die(restarts, 9.0) == 0.5
 
 
 def test_a_job_that_ends_starts_nothing():

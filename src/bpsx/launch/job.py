@@ -225,7 +225,7 @@ class Job:
         self._start_again(time.monotonic())
 
     def _start_again(self, now: float) -> None:
-        """Start the servers that are due, and the scheduler, unless the job ends."""
+        """Start the processes that are due, unless the job ends."""
         seen = self._status
         if seen.halted or self._worker_ending.begun or self._helper_ending.begun:
             self._restarts.stop()
@@ -263,8 +263,7 @@ class Job:
         lost = [child for child in ended if self._may_go_on_without(child)]
         seen.lost += lost
         for child in lost:
-            # A worker cannot join a running job.
-            if child.role == "server" and (then := self._restarts.ended(child.name, now)):
+            if not done and (then := self._restarts.ended(child.name, now)):
                 self._pump.say(f"{child.story()}; {then}")
         seen.restarted += [child for child in ended if self._starts_again(child, done, now)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.

@@ -14,8 +14,8 @@ class JobStatus:
     ``ended``: in the order in which they ended. ``stop``: received signals that end the job.
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
     started, and the exit status for it. ``lost``: servers and workers that died while the job may
-    have gone on without them. ``again``: servers and schedulers that were started in the place of
-    such. ``restarted``: schedulers that died and were started again.
+    have gone on without them. ``again``: processes that were started in the place of such.
+    ``restarted``: schedulers that died and were started again.
     """
 
     def __init__(self, forgiving: bool) -> None:
@@ -142,7 +142,11 @@ class JobStatus:
         if blame.role == "worker":
             # Not by pid: a worker's command may be a shell script that runs the actual process.
             same = self.workers
-            return (same[blame.rank], blame.cause) if blame.rank < len(same) else (None, "")
+            if blame.rank >= len(same):
+                return None, ""
+            # The latest that was started in its place.
+            name = same[blame.rank].name
+            return [child for child in same if child.name == name][-1], blame.cause
         same = [child for child in self.children if child.role == blame.role]
         return next((child for child in same if child.process.pid == blame.pid), None), ""
 

@@ -1,4 +1,4 @@
-"""When the launcher starts servers and schedulers again that have died. Pure."""
+"""When the launcher starts processes again that have died. Pure."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class _Place:
 
 
 class Restarts:
-    """The servers of a job that may be started again, and its scheduler.
+    """The processes of a job that may be started again.
 
-    ``most``: how often, for all servers together and for the scheduler; None:
-    :data:`SCHEDULERS` for the scheduler only. Callers pass the time.
+    ``most``: how often, for all servers together, all workers together, and for the scheduler;
+    None: :data:`SCHEDULERS` for the scheduler only. Callers pass the time.
     """
 
     def __init__(self, most: int | None) -> None:
         others = most or 0
-        self._most = {"server": others, "scheduler": SCHEDULERS if most is None else others}
+        schedulers = SCHEDULERS if most is None else others
+        self._most = {"server": others, "worker": others, "scheduler": schedulers}
         self._counts: Counter[str] = Counter()  # by role
         self._places: dict[str, _Place] = {}  # by the name of the process
         self._waiting: dict[str, float] = {}  # name of the process -> when it is due
 
     def started(self, process: Process, now: float) -> None:
-        """Note that a process has been started; workers do not matter."""
-        if process.role in self._most:
-            place = self._places.setdefault(process.name, _Place(process, now))
-            place.process, place.started = process, now
+        """Note that a process has been started."""
+        place = self._places.setdefault(process.name, _Place(process, now))
+        place.process, place.started = process, now
 
     def ended(self, name: str, now: float) -> str:
         """A process has died; returns what follows, as text for people."""

@@ -50,6 +50,7 @@ class Growing(Shrinking):
         self._held: list[Callable[[], list[Output]]] = []
         self._order: list[int] = []  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
+        self.turned_away: list[Node] = []  # newcomers that have not entered, not reported yet
         self._fresh: set[int] = set()  # those of them that may not have got the model yet
         self._unsaid = False  # a worker was lost, and the scripts have not agreed on a moment
 
@@ -88,6 +89,7 @@ class Growing(Shrinking):
     def _forget_newcomer(self, ident: bytes, why: str) -> None:
         node = self._newcomers.pop(ident).node
         self._meeting.awaited.discard(ident)
+        self.turned_away.append(node)
         self.notes.append(f"{node} does not join the running job: {why}")
 
     def _refuse_newcomers(self, why: str, some: Iterable[bytes] | None = None) -> list[Output]:

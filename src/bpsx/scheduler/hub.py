@@ -268,6 +268,9 @@ class Hub:
             if i >= members.restored:  # the scheduler before has logged the others
                 log.warning("%s", loss.text)
             self._tell_launcher(f"lost {loss.node.role} {loss.node.rank} {loss.node.pid}")
+        for node in members.turned_away:
+            self._tell_launcher(f"lost {node.role} {node.rank} {node.pid}")
+        members.turned_away.clear()
         self._reported = len(members.losses)
         if members.notes and self._exporter is not None:  # a server may have joined
             self._send(self._observers.watch_for(1e9))

@@ -1,0 +1,97 @@
+"""bpsx-run starts workers again that have died, and they join the running job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from support.jobs import TRANSPORTS
+
+WORKER = """
+    import os, time
+    import bpsx, numpy as np
+
+    bpsx.init()
+    first = not os.path.exists({flag!r})  # of the worker that is to die
+
+    @bpsx.elastic.run
+    def train(state):
+        print("train", bpsx.rank(), bpsx.size(), state.step, flush=True)
+        while state.step < 60:
+            state.total += float(bpsx.push_pull(np.ones(1000), name="x", average=True)[0])
+            state.step += 1
+            if state.step == 20 and os.environ["DMLC_WORKER_ID"] == "1" and first:
+                open({flag!r}, "w").close()
+                {end}
+            while state.step == 50 and bpsx.size() < 3:
+                time.sleep(0.01)
+                state.check_host_updates()
+            state.check_host_updates()
+
+    state = bpsx.State(step=0, total=0.0)
+    train(state)
+    print("done", bpsx.rank(), bpsx.size(), state.total, flush=True)
+    bpsx.shutdown()
+"""
+
+
+def run(tmp_path, end: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+    source = textwrap.dedent(WORKER.format(end=end, flag=str(tmp_path / "flag")))
+    command = [sys.executable, "-m", "bpsx", "--local", "--workers", "3", "--servers", "2"]
+    return subprocess.run(
+        [*command, *options, sys.executable, "-c", source],
+        env={**os.environ, "BPSX_ELASTIC": "shrink", **more},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "end", "story"),
+    [
+        ("zmq", "os.kill(os.getpid(), 9)", "worker 1 was killed by SIGKILL"),
+        ("tcp", "raise ValueError('no more')", "worker 1 exited with status 1"),
+        ("shm", "os._exit(3)", "worker 1 exited with status 3"),
+    ],
+)
+def test_a_worker_is_started_again_and_joins(tmp_path, transport, end, story):
+    job = run(tmp_path, end, "--max-restarts", "2", **TRANSPORTS[transport])
+    assert job.returncode == 0, job.stderr
+    said = [line.split("] ")[-1] for line in job.stdout.splitlines()]
+    assert sorted(s for s in said if s.startswith("done")) == [f"done {i} 3 60.0" for i in range(3)]
+    assert f"{story}; started again in 0.5 s (1 of 2)" in job.stderr
+    assert f"{story}, and the job went on without it" in job.stderr
+
+
+def test_a_worker_that_is_not_let_in_ends_with_the_job(tmp_path):
+    script = """
+        import os, time
+        import bpsx, numpy as np
+
+        bpsx.init()
+        for step in range(100):
+            if step == 5 and bpsx.rank() == 1 and bpsx.size() == 3:
+                os.kill(os.getpid(), 9)
+            bpsx.push_pull(np.ones(10), name="x")
+            time.sleep(0.02)
+        print("done", bpsx.size(), flush=True)
+        bpsx.shutdown()
+    """
+    command = [sys.executable, "-m", "bpsx", "--local", "--workers", "3", "--servers", "1"]
+    job = subprocess.run(
+        [*command, "--max-restarts", "3", sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "BPSX_ELASTIC": "shrink"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("done 2") == 2
+    assert "accepts no more nodes" in job.stderr
