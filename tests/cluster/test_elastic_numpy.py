@@ -28,6 +28,35 @@ TRAINING = """
 """
 
 
+REPLACE = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "30"}
+
+
+def test_with_replace_no_step_is_made_with_fewer():
+    with Job(TRAINING, workers=3, servers=2, env=REPLACE) as job:
+        job.workers[0].wait_for_line('["step", 10]')
+        job.workers[1].signal(signal.SIGKILL)
+        assert job.scheduler is not None
+        job.scheduler.wait_for_line("all workers have stopped, and wait for another in the place")
+        stopped = len(job.workers[0].reports())
+        job.start_worker(1)
+        living = [job.workers[i] for i in (0, 2, 3)]
+        assert [w.wait() for w in living] == [0] * 3, living[0].text()
+        assert [r for r in job.workers[0].reports() if r[0] == "train" and r[2] != 3] == []
+        assert job.workers[0].reports()[stopped][0] == "train"
+        assert {tuple(w.reports()[-1][2:]) for w in living} == {(3, 120, 120_000.0)}
+
+
+def test_with_replace_a_job_ends_if_nobody_joins():
+    env = {**REPLACE, "BPSX_ELASTIC_WAIT": "0.3"}
+    with Job(TRAINING, workers=2, servers=1, env=env) as job:
+        job.workers[0].wait_for_line('["step", 10]')
+        job.workers[1].signal(signal.SIGKILL)
+        assert job.workers[0].wait() != 0
+        assert "no other worker has joined in the place of worker 1 within 0.3 s" in (
+            job.workers[0].text()
+        )
+
+
 def test_each_worker_is_replaced_in_turn():
     with Job(TRAINING, workers=2, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
         newest = 0

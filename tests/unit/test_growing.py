@@ -83,6 +83,42 @@ def test_losses_wait_until_a_newcomer_has_entered(cleared_first):
     assert terms[-1]["moves"] and m.state is JobState.RUNNING
 
 
+def test_with_replace_workers_wait_where_they_have_stopped():
+    m = shrinking(3, 1, BPSX_ELASTIC="replace")
+    m.elastic_wait = 30.0
+    m.gone(b"w1", "cut", 0.5)
+    moved(m, b"w0", 1), moved(m, b"w2", 1)
+    given = hello("worker", 1, 3, 1, pid=555, config=m.nodes[b"w0"].config)
+    assert set(kinds(m.tend(1.0)).values()) == {"SOON"}
+    for ident in (b"w0", b"w2"):
+        m.said_at(ident, {"meeting": 1, "boundary": 5})
+    assert {x["tells"] for _, x in m.tend(1.0)} == {True, False}
+    for ident in (b"w0", b"w2"):
+        m.here(ident, {"meeting": 1, "names": "x"})
+    assert not m.tend(2.0) and "wait for another in the place of worker 1, for 30 s" in m.notes[-1]
+    assert not m.tend(13.0) and "for 19 s more" in m.notes[-1]
+    m.hello(b"n1", given)
+    ((ident, welcome),) = m.tend(14.0)
+    assert (ident, welcome["type"]) == (b"n1", "WELCOME")
+    m.ready(b"n1", {"meeting": 1})
+    m.tend(15.0), m.cleared(b"s0", {"generation": 0})
+    # The next loss, without anybody in its place.
+    m.synced(b"n1"), m.gone(b"w0", "killed", 20.0)
+    moved(m, b"w2", 3), moved(m, b"n1", 3)
+    m.tend(20.0)
+    for ident in (b"w2", b"n1"):
+        m.said_at(ident, {"meeting": 2, "boundary": 1})
+    m.tend(20.0)
+    for ident in (b"w2", b"n1"):
+        m.here(ident, {"meeting": 2, "names": "x"})
+    assert not m.tend(21.0)
+    assert set(kinds(m.tend(51.0)).values()) == {"LOST"} and m.blamed.rank == 0
+    assert (
+        "killed; the job cannot go on without it: no other worker has joined in the place of"
+        in (m.failure)
+    )
+
+
 def test_a_newcomer_that_cannot_connect_is_refused():
     m, given = lost_one()
     gathered(m, given, b"w0", b"w2")

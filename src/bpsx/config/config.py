@@ -113,7 +113,7 @@ class Config:
     def may_lose_workers(self) -> bool:
         """Whether the job may go on after the death of a worker; as :attr:`may_lose_servers`."""
         return bool(
-            self.elastic == "shrink"
+            self.elastic in ("shrink", "replace")
             and not self.asynchronous
             and TRANSPORT_NAMES[self.transport] != "rdma"
         )
@@ -238,6 +238,11 @@ class Config:
             yield (
                 "BPSX_METRICS_PORT: the scheduler's metrics need the package prometheus-client: pip"
                 " install 'bpsx[metrics]' (or prometheus-client), or unset BPSX_METRICS_PORT"
+            )
+        if self.elastic == "replace" and self.elastic_wait <= 0:
+            yield (
+                "BPSX_ELASTIC=replace: the job waits for BPSX_ELASTIC_WAIT seconds for a worker in"
+                f" the place of a lost one, which is {self.elastic_wait:g}; expected more than 0"
             )
         if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
             yield NO_ENCRYPTION

@@ -43,7 +43,7 @@ class Option:
 
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
-_ELASTIC = ("auto", "servers", "shrink", "off")
+_ELASTIC = ("auto", "servers", "shrink", "replace", "off")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {
@@ -552,9 +552,10 @@ OPTIONS: tuple[Option, ...] = (
         " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
         " A worker's death still ends the job. So does that of any server in asynchronous training,"
         " over RDMA, or once a worker has left. shrink: as servers, and the other workers go on"
-        " when one dies. off: every death ends the job; workers keep no results. auto: servers if"
-        " the job has processes on more than one machine, else off: on one machine what is kept"
-        " would cost memory bandwidth. Must be the same on all workers and servers.",
+        " when one dies. replace: as shrink, but they wait for BPSX_ELASTIC_WAIT at the next"
+        " commit() until another joins. off: every death ends the job; workers keep no results."
+        " auto: servers on more than one machine, else off: on one machine what is kept would cost"
+        " memory bandwidth. Must be the same on all workers and servers.",
         _FAIL,
     ),
     Option(
@@ -563,7 +564,7 @@ OPTIONS: tuple[Option, ...] = (
         number(0),
         0.0,
         "seconds",
-        "How long a job whose last server has died waits for a new one; then it fails. 0: it fails"
+        "How long a job waits for a server if its last one has died; then it fails. 0: it fails"
         " at once, and a job with a single server keeps no results for another. Must be 0, or not"
         " 0, on all processes. bpsx-run --max-restarts sets it to 60.",
         _FAIL,

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from bpsx.scheduler.arrivals import REPORT_EVERY
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.meetings import Meeting, MeetingEvent, Stage
 from bpsx.scheduler.messages import TERM_FIELDS
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.shrinking import Shrinking
 from bpsx.scheduler.states import JobState
+from bpsx.scheduler.terms import ELASTIC, REPLACE
 
 #: Seconds in which newcomers have to connect to all lanes, while all workers wait.
 CONNECT_SECONDS = 10.0
@@ -53,6 +55,9 @@ class Growing(Shrinking):
         self.turned_away: list[Node] = []  # newcomers that have not entered, not reported yet
         self._fresh: set[int] = set()  # those of them that may not have got the model yet
         self._unsaid = False  # a worker was lost, and the scripts have not agreed on a moment
+        # All workers have stopped, and wait for others, since then; and the latest report of that.
+        self._stopped: float | None = None
+        self._reported_at = -REPORT_EVERY
 
     # ---- the queue
 
@@ -198,6 +203,7 @@ class Growing(Shrinking):
             return out
         if not (self._guests() or self._unsaid):
             return out
+        self._stopped = None
         self._meeting.move(MeetingEvent.CALLED, self._live_idents(), now)
         return out + self._to_all({"type": "SOON", "meeting": self._meeting.number})
 
@@ -244,6 +250,8 @@ class Growing(Shrinking):
             return self._name_boundary()
         if self._keys_move() or self._arrivals:
             return []
+        if meeting.stage is Stage.GATHERING and self._lacks_workers(len(self._guests())):
+            return self._wait_for_workers(now)
         # The names come from a worker that may have been lost since.
         if meeting.stage is Stage.GATHERING and not (meeting.names and self._guests()):
             return self._part_again(now)
@@ -254,12 +262,37 @@ class Growing(Shrinking):
     def _name_boundary(self) -> list[Output]:
         """Tell all workers where they meet. The oldest tells newcomers which names there are."""
         meeting = self._meeting
-        meeting.guests = bool(self._guests())
+        meeting.guests = bool(self._guests()) or self._lacks_workers(0)
         meet = {"type": "MEET", "meeting": meeting.number, "boundary": meeting.boundary}
         return [
             (w.ident, {**meet, "tells": meeting.guests and w.rank == self._order[0]})
             for w in self._roster.live.values()
         ]
+
+    def _lacks_workers(self, guests: int) -> bool:
+        """Whether the job waits for more workers than ``guests`` before it goes on."""
+        worker = self._roster.a_worker()
+        replaces = worker is not None and worker.config.get(ELASTIC) == REPLACE
+        return replaces and guests < len(self._dropped)
+
+    def _wait_for_workers(self, now: float) -> list[Output]:
+        """All have stopped, and wait for workers in the places of lost ones."""
+        since = self._stopped = now if self._stopped is None else self._stopped
+        left = since + self.elastic_wait - now
+        lost = names([f"worker {rank}" for rank in sorted(self._dropped)])
+        if left <= 0:
+            self.blamed = self.blamed or self.losses[-1].node
+            return self._fail(
+                f"{self.losses[-1].why}; the job cannot go on without it: no other worker has"
+                f" joined in the place of {lost} within {self.elastic_wait:g} s (BPSX_ELASTIC_WAIT)"
+            )
+        if now >= self._reported_at + REPORT_EVERY:
+            self._reported_at = now
+            self.notes.append(
+                f"all workers have stopped, and wait for another in the place of {lost}, for"
+                f" {left:.0f} s more (BPSX_ELASTIC_WAIT): start it as the lost one was"
+            )
+        return []
 
     def _look_at_the_clock(self, now: float) -> list[Output]:
         """Call the meeting off if somebody keeps all others waiting for too long."""

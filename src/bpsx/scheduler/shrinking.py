@@ -10,7 +10,7 @@ from bpsx.scheduler.balancing import Balancing
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.roster import Node
 from bpsx.scheduler.surviving import Loss
-from bpsx.scheduler.terms import ELASTIC, SHRINK, fixed_workers
+from bpsx.scheduler.terms import ELASTIC, REPLACE, SHRINK, fixed_workers
 
 
 class Shrinking(Balancing):
@@ -24,7 +24,7 @@ class Shrinking(Balancing):
     @property
     def _survives_workers(self) -> bool:
         """Whether the job is to survive the loss of a worker, as far as its options say."""
-        return any(given.get(ELASTIC) == SHRINK for _, given in self._roster.kinds())
+        return any(given.get(ELASTIC) in (SHRINK, REPLACE) for _, given in self._roster.kinds())
 
     def _fixed_workers(self) -> str:
         """Why the job cannot go on without a worker; empty if it can."""

@@ -20,8 +20,9 @@ from bpsx.planning.placement import MOST_SLOTS, Assignment, Moves, Placement, Yi
 from bpsx.scheduler.states import HANDOVER, Handover, HandoverEvent
 
 ELASTIC = "BPSX_ELASTIC"
-#: Its value for jobs that go on without lost workers.
-SHRINK = "shrink"
+#: Its values for jobs that go on without lost workers, and for those of them that then wait for
+#: others.
+SHRINK, REPLACE = "shrink", "replace"
 #: What :func:`obstacle` returns if the only obstacle is that no server is left.
 LAST = "it was the last server"
 #: Seconds after the last MOVED for which leaving senders have to stay. A late worker reports a
@@ -57,8 +58,8 @@ def fixed_workers(given: Collection[Mapping[str, Any]]) -> str:
 
     ``given``: as in :func:`fixed_servers`.
     """
-    if any(o.get(ELASTIC) != SHRINK for o in given):
-        return f"{ELASTIC} is not {SHRINK}"
+    if any(o.get(ELASTIC) not in (SHRINK, REPLACE) for o in given):
+        return f"{ELASTIC} is neither {SHRINK} nor {REPLACE}"
     if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
         return "the job is asynchronous"
     if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
