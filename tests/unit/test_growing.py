@@ -132,6 +132,26 @@ def test_a_newcomer_that_dies_ends_the_meeting():
     assert kinds(m.tend(1.0)) == {b"w0": "OFF", b"w2": "OFF"}
 
 
+def test_a_newcomer_that_comes_while_others_connect_waits_for_the_next_meeting():
+    m, given = lost_one(4)
+    m.gone(b"w2", "cut", 0.6)
+    moved(m, b"w0", 2), moved(m, b"w3", 2)
+    gathered(m, given, b"w0", b"w3")
+    other = hello("worker", 2, 4, 1, pid=556, config=m.nodes[b"w0"].config)
+    m.hello(b"n2", other)
+    m.gone(b"n1", "cut", 1.0)  # nobody connects any more
+    assert kinds(m.tend(1.0)) == {b"w0": "OFF", b"w3": "OFF"}
+    assert kinds(m.tend(1.0)) == {b"w0": "SOON", b"w3": "SOON"}
+
+
+def test_newcomers_hear_of_the_end_of_the_job():
+    m, given = lost_one()
+    m.hello(b"n1", given)
+    m.abort("the scheduler was ended by SIGTERM")
+    ((ident, refused),) = m.tend(1.0)
+    assert ident == b"n1" and "was ended by SIGTERM" in refused["reason"] and refused["over"]
+
+
 def test_a_server_that_joins_waits_for_the_newcomer():
     m, given = lost_one(servers=2)
     gathered(m, given, b"w0", b"w2")

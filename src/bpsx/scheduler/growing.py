@@ -185,11 +185,11 @@ class Growing(Shrinking):
     def tend(self, now: float) -> list[Output]:
         """See :class:`~bpsx.scheduler.arrivals.Arriving`. Takes the meeting as far as it can go."""
         out = super().tend(now) if not self._entering else []
-        if self.state is not JobState.RUNNING:
-            return out + (self._refuse_newcomers(self.failure) if self._newcomers else [])
-        if self._meeting.stage is Stage.IDLE:
-            return out + self._call(now)
-        return out + self._go_on(now)
+        if self.state is JobState.RUNNING:
+            out += self._call(now) if self._meeting.stage is Stage.IDLE else self._go_on(now)
+        if self.state is not JobState.RUNNING and self._newcomers:
+            out += self._refuse_newcomers(self.failure or "it is over")
+        return out
 
     def _call(self, now: float) -> list[Output]:
         """Ask the workers to meet, if a newcomer waits and nothing forbids it."""
@@ -230,17 +230,19 @@ class Growing(Shrinking):
             return "a worker leaves the job"
         return ""
 
+    def _in_vain(self) -> str:
+        """Why this meeting is of no use any more; "": it is."""
+        if self._meeting.stage is not Stage.CONNECTING:
+            return "" if self._guests() or self._unsaid else "nobody waits to join any more"
+        if not any(newcomer.welcomed for newcomer in self._newcomers.values()):
+            return "nobody waits to join any more"
+        return "the job's servers change" if self._keys_move() or self._arrivals else ""
+
     def _go_on(self, now: float) -> list[Output]:
         meeting = self._meeting
         if self._entering:
             return []
-        why = self._disturbed()
-        connecting = meeting.stage is Stage.CONNECTING
-        if not (self._guests() or self._unsaid and not connecting):
-            why = "nobody waits to join any more"
-        if connecting and (self._keys_move() or self._arrivals):
-            why = "the job's servers change"
-        if why:
+        if why := self._disturbed() or self._in_vain():
             return self._call_off(why, now)
         meeting.awaited &= {*self._live_idents(), *self._newcomers}
         if meeting.awaited:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,13 +29,20 @@ class LateServers:
     """
 
     def __init__(
-        self, lanes: Lanes, core_lanes: LateLanes, endpoint: Endpoint, link: Link, secret: bytes
+        self,
+        lanes: Lanes,
+        core_lanes: LateLanes,
+        endpoint: Endpoint,
+        link: Link,
+        secret: bytes,
+        connected: Iterable[int] = (),
     ) -> None:
+        """``connected``: servers that came late, to which this worker has connected already."""
         self._lanes, self._core, self._endpoint, self._link = lanes, core_lanes, endpoint, link
         self._secret = secret
         #: The lanes of each server that has not been reported as connected, by the server's rank.
         self._coming: dict[int, range] = {}
-        self._said: dict[int, str] = {}  # what CONNECTED has said of servers, by rank
+        self._said = dict.fromkeys(connected, "")  # what CONNECTED has said of servers, by rank
         self._todo: SimpleQueue[tuple[range, list[str]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False

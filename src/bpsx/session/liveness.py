@@ -64,7 +64,13 @@ class Liveness(Declarations):
         lanes, life = self._lanes, self._life
         if self._near.has_lanes and self.config.may_lose_servers:
             self._late = LateServers(
-                lanes, LateLanes(self._core), self._endpoint, link, self.config.secret_bytes
+                lanes,
+                LateLanes(self._core),
+                self._endpoint,
+                link,
+                self.config.secret_bytes,
+                # Of a worker that joins late itself, they are among the servers of WELCOME.
+                range(self.config.num_server, len(self._decisions.servers)),
             )
 
         def look() -> None:

@@ -23,6 +23,8 @@ _TABLE: dict[str, tuple[str, str]] = {
 
 #: Upper bound on the workers that share memory with one lane; each takes address space in the lane.
 _MOST_NEIGHBOURS = 64
+#: Workers that may join a running job through shared memory; later ones use the network.
+_NEWCOMERS = 16
 
 
 def _import(module: str) -> Any:
@@ -93,6 +95,9 @@ def open_endpoint(config: Config) -> Endpoint:
             endpoint,
             secret=config.secret_bytes,
             most_bytes=frame_bound(config),
-            slots=min(_MOST_NEIGHBOURS, config.num_worker * config.local_size),
+            slots=min(
+                _MOST_NEIGHBOURS,
+                config.num_worker * config.local_size + config.may_lose_workers * _NEWCOMERS,
+            ),
         )
     return endpoint
