@@ -3,6 +3,8 @@
 * *server-gap*: kill -9. The longest step from then on, less the median step before.
 * *silent-gap*: SIGSTOP. The same, less the time in which silence is no death.
 * *worker-gap*: kill -9 of one of three workers, with BPSX_ELASTIC=shrink. The same, of the others.
+* *replace*: kill -9 of one of three workers, with BPSX_ELASTIC=replace, and another in its place:
+  seconds from its init() to the end of its first step.
 * *scheduler-gap*: kill -9 of the scheduler. Steps go on; the median step while it is away against
   those before, and after another one has taken over.
 * *bits*: the weights after a killed server against those of an undisturbed job.
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WORKERS = 2
-CASES = ("server-gap", "silent-gap", "worker-gap", "scheduler-gap", "bits", "overhead")
+CASES = ("server-gap", "silent-gap", "worker-gap", "replace", "scheduler-gap", "bits", "overhead")
 #: Model -> steps before a server is lost, and after.
 MODELS = {"digits": (60, 60), "large": (6, 6)}
 _INTERVAL, _TIMEOUT = 0.5, 2.0
@@ -72,6 +74,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         cases += [silent_gap(model, options.transport, rng, (turns + 1) // 2) for model in MODELS]
     if "worker-gap" in wanted:
         cases += [worker_gap(model, options.transport, rng, turns) for model in MODELS]
+    if "replace" in wanted:
+        cases += [replace(model, options.transport, rng, turns) for model in MODELS]
     if "scheduler-gap" in wanted:
         away = 3.0 if options.quick else 10.0
         cases += [scheduler_gap(model, options.transport, away) for model in MODELS]
@@ -166,6 +170,44 @@ def lose_worker(model: str, transport: str, rng: random.Random) -> float:
     if len({digest for _, digest in found}) > 1:
         raise BenchError(f"{model}: the workers that are left have different weights")
     return max(excess(times, struck) for times, _ in found)
+
+
+def replace(model: str, transport: str, rng: random.Random, turns: int) -> Case:
+    """Kill a worker and start another, which gets the model from the others."""
+    entries, stops = [], []
+    for turn in range(turns):
+        progress(f"replace, {model}: turn {turn + 1} of {turns}")
+        entry, stop = replace_worker(model, transport, rng)
+        entries.append(entry)
+        stops.append(stop)
+    note = (
+        "a new worker, from its init() to the end of its first step; the others stood still for"
+        f" {statistics.median(stops):.2f} s, in which it was started, too"
+    )
+    return median_case(f"replace-{model}", entries, "s", target="<= 5", note=note)
+
+
+def replace_worker(model: str, transport: str, rng: random.Random) -> tuple[float, float]:
+    """Return the seconds from init() to the first step's end of a worker that joins a job.
+
+    The second number is the longest step of the others, less the median one before. Raises
+    :class:`BenchError` if the workers have different weights.
+    """
+    before, after = MODELS[model]
+    modules = dict.fromkeys(range(WORKERS + 1), "bench.elastic_joiner")
+    environment = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "60"}
+    with Job(WORKERS + 1, 2, transport, environment, modules) as job:
+        job.ask("begin", model=model, steps=before + after)
+        job.ask("wait_for", step=before, seconds=_SECONDS)
+        which, struck = rng.randrange(WORKERS + 1), time.monotonic()
+        newcomer = job.replace_worker(which)
+        newcomer.ask("init", timeout=_SECONDS)
+        newcomer.ask("begin", model=model, steps=before + after)
+        found = job.ask("end", timeout=_SECONDS + 10, seconds=_SECONDS)
+    if len({digest for *_, digest in found}) > 1:
+        raise BenchError(f"{model}: the workers have different weights")
+    began, times, _ = found.pop(which)
+    return times[0] - began, max(excess(times, struck) for _, times, _ in found)
 
 
 def scheduler_gap(model: str, transport: str, away: float) -> Case:

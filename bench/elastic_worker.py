@@ -103,6 +103,11 @@ def plain(model: str) -> tuple[Callable[[int], None], Callable[[], Any]]:
 
 def digits() -> tuple[Callable[[int], None], Callable[[], Any]]:
     """The demo's network, trained by bpsx.torch."""
+    return digits_and_parts()[:2]
+
+
+def digits_and_parts() -> tuple[Callable[[int], None], Callable[[], Any], Any, Any]:
+    """The same, with the network and its optimizer."""
     import torch
     from torch.nn import functional
 
@@ -124,7 +129,7 @@ def digits() -> tuple[Callable[[int], None], Callable[[], Any]]:
         functional.cross_entropy(model(data.x[part]), data.y[part]).backward()
         optimizer.step()
 
-    return step, lambda: [p.detach().numpy() for p in model.parameters()]
+    return step, lambda: [p.detach().numpy() for p in model.parameters()], model, optimizer
 
 
 _training: Training | None = None

@@ -251,17 +251,25 @@ class Job:
 
     def _start(self) -> None:
         self._start_roles()
-        made = (
-            Child(
-                self._modules.get(i, "bench.worker"),
-                f"worker {i}",
-                **{**self._of_worker(i), **self._place(f"worker {i}")},
-                prefix=self._prefix(f"worker {i}"),
-            )
-            for i in range(self._counts[0])
-        )
+        made = (self._worker(i) for i in range(self._counts[0]))
         self.workers = self._stack.enter_context(closing_all(made))
         self.ask("init", timeout=_START_SECONDS)
+
+    def _worker(self, index: int) -> Child:
+        return Child(
+            self._modules.get(index, "bench.worker"),
+            f"worker {index}",
+            **{**self._of_worker(index), **self._place(f"worker {index}")},
+            prefix=self._prefix(f"worker {index}"),
+        )
+
+    def replace_worker(self, index: int) -> Child:
+        """Kill a worker and start another in its place, which has not joined the job yet."""
+        old = self.workers[index]
+        old.process.kill()
+        old.close()
+        self.workers[index] = self._worker(index)
+        return self.workers[index]
 
     def _start_roles(self) -> None:
         """Start a scheduler and the servers."""
