@@ -31,6 +31,7 @@ class Core:
         senders: int = 1,
         living: int = -1,
         ended: Iterable[int] = (),
+        joins: int = 0,
     ) -> None: ...
     @property
     def pid(self) -> int: ...

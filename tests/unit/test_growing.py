@@ -253,7 +253,7 @@ def take_some(world: World, rng: random.Random) -> None:
             node.move(), node.connect(), node.step()
 
 
-def all_agree(world: World) -> None:
+def all_agree(world: World, numbers: range = range(3)) -> None:
     """All live workers know the same terms, and servers the same workers as they do."""
     assert world.hub is not None and world.hub.state is JobState.RUNNING, world.hub.failure
     live = [w for w in world.workers if not (w.dead or w.over)]
@@ -265,7 +265,7 @@ def all_agree(world: World) -> None:
     for server in world.nodes:
         if server.role == "server" and not (server.dead or server.over):
             assert server.marks.cleared == live[0].decisions.joins
-            assert {*range(3)} - set(server.marks.dropped) == set(live[0].order), (
+            assert {*numbers} - set(server.marks.dropped) == set(live[0].order), (
                 server.marks.dropped
             )
 
@@ -299,6 +299,26 @@ def test_the_scheduler_dies_while_a_worker_enters(seed, also):
         world.settle()
     all_agree(world)
     assert newcomer.state == "connected", newcomer.lost
+
+
+def test_a_server_that_is_back_first_does_not_end_the_job():
+    """It has seen each worker enter late, and cannot know that they are still there."""
+    world = World(2, 1, elastic="shrink")
+    for rank in (0, 1):
+        world.kill(world.workers[rank])
+        world.settle()
+        assert world.enter(rank)
+        world.settle()
+    world.kill_hub()
+    world.start_hub()
+    server = world.nodes[0]
+    server.introduce()
+    while server.outbox:
+        world.act(server)
+    world.look()
+    assert world.hub.state is JobState.WAITING
+    world.settle()
+    all_agree(world, range(2))
 
 
 @pytest.mark.parametrize("seed", range(150))

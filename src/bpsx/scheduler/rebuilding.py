@@ -116,8 +116,9 @@ class Rebuilding(Membership):
 
         To be called several times a second while :attr:`rebuilds`.
         """
+        newcomers = {m["rank"] for m in self._hellos.values() if m["role"] == "worker"}
         for number, job in list(self._jobs.items()):
-            if self.state is JobState.WAITING and job.complete(now):
+            if self.state is JobState.WAITING and job.complete(now, newcomers):
                 del self._jobs[number]
                 others, out = self._turn_away_others()
                 out += self._restore(number, job, now)

@@ -5,7 +5,7 @@ docs/internals/elastic-scheduler.md says when they suffice to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from bpsx.scheduler.reports import Report
 from bpsx.scheduler.roster import names
@@ -69,9 +69,11 @@ class Returning:
     def unfinished_entry(self) -> tuple[int, list[int]]:
         """A term of which only servers have heard, in which workers were to enter, and those.
 
-        (0, []): there is none.
+        (0, []): there is none, or no worker is back that could tell.
         """
-        terms = len(self.longest.terms) if self.longest is not None else 0
+        if self.longest is None:
+            return 0, []
+        terms = len(self.longest.terms)
         told = [item for r in self.servers.values() for item in r.entered.items()]
         ranks = sorted({rank for rank, term in told if term > terms})
         return (max(term for _, term in told), ranks) if ranks else (0, [])
@@ -178,11 +180,12 @@ class Returning:
         there = {*self.servers, *self.lost_servers()}
         return [rank for rank in range(len(self.known_servers)) if rank not in there]
 
-    def complete(self, now: float) -> bool:
+    def complete(self, now: float, replaced: Collection[int] = ()) -> bool:
         """Whether the job can go on: all workers are back, and servers have had their time.
 
         It can also go on without workers that have had their time, if it may lose some. Those whose
-        connections to a server have ended get as much as servers.
+        connections to a server have ended get as much as servers, and so do those in whose place
+        another process wants to enter the job (``replaced``).
         """
         lost = self.absent_workers()
         if lost and not self._can_lose(lost):
@@ -191,7 +194,7 @@ class Returning:
         self._met = now if self._met is None else self._met
         absent, longest = self.absent_servers(), self.longest
         if lost:
-            cut = {rank for r in self.servers.values() for rank in r.broken}
+            cut = {*replaced, *(rank for r in self.servers.values() for rank in r.broken)}
             return now >= self._deadline or cut >= {*lost} and now - self._met >= self._grace
         if not absent or longest is None:
             return True

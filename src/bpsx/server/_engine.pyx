@@ -72,7 +72,7 @@ cdef void take_news(CLane *lane) noexcept nogil:
     if take_drops(lane):
         look_at_yields(lane)
         # Fewer senders have to speak: all may have been said.
-        for term in range(lane.terms.era, lane.terms.n):
+        for term in range(lane.terms.era, <uint32_t>lane.terms.latest + 1):
             decide_term(lane, term)
 
 

@@ -246,6 +246,7 @@ def _new_core(
         senders=welcome["workers"],
         living=len(welcome.get("living", range(welcome["workers"]))),
         ended=welcome.get("ended", ()),
+        joins=welcome.get("joins", 0),
     )
 
 
