@@ -58,7 +58,7 @@ def test_a_defect_on_the_control_thread_ends_the_job_and_names_it(when: str) -> 
                 tick = more["tick"]
                 more["tick"] = lambda: [handle(message) for message in ticks] or tick()
             elif first:
-                link._early.append({"type": "ALL_JOINED", "last": 0})
+                link.early.append({"type": "ALL_JOINED", "last": 0})
             start(link, handle, **more)
         Link.start = with_a_message
         bpsx.init()
@@ -71,7 +71,7 @@ def test_a_defect_on_the_control_thread_ends_the_job_and_names_it(when: str) -> 
         env={"WHEN": when},
     ) as job:
         for worker in job.workers:
-            worker.wait()
+            assert worker.wait() == 0, worker.text() + job.scheduler.text()
         (first,), (second,) = (worker.reports() for worker in job.workers)
         assert first.startswith(
             'internal error on the control thread: InternalError("internal error: a session in'

@@ -82,6 +82,7 @@ class FakeSession:
     distributed: bool = True
     asynchronous: bool = False
     shrinks: bool = False
+    entries: int = 0
     others: Others | None = None
     others_use: bool = False
     bucket_bytes: int = 1 << 20

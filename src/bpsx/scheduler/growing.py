@@ -50,7 +50,7 @@ class Growing(Shrinking):
         self._newcomers: dict[bytes, Newcomer] = {}
         # What has happened while newcomers enter: it is handled afterwards.
         self._held: list[Callable[[], list[Output]]] = []
-        self._order: list[int] = []  # numbers of the living workers, in the order of entry
+        self._order: dict[int, None] = {}  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
         self.turned_away: list[Node] = []  # newcomers that have not entered, not reported yet
         self._fresh: set[int] = set()  # those of them that may not have got the model yet
@@ -267,7 +267,7 @@ class Growing(Shrinking):
         meeting.guests = bool(self._guests()) or self._lacks_workers(0)
         meet = {"type": "MEET", "meeting": meeting.number, "boundary": meeting.boundary}
         return [
-            (w.ident, {**meet, "tells": meeting.guests and w.rank == self._order[0]})
+            (w.ident, {**meet, "tells": meeting.guests and w.rank == next(iter(self._order))})
             for w in self._roster.live.values()
         ]
 
@@ -374,7 +374,7 @@ class Growing(Shrinking):
             "names": {"server": [str(s) for s in servers]},
             "meeting": self._meeting.number,
             "names_told": self._meeting.names,
-            "living": self._order,
+            "living": list(self._order),
             "ended": ended,
             "terms": [[term[field] for field in TERM_FIELDS] for term in self._history],
             "joins": self._joins.generation,
@@ -413,7 +413,7 @@ class Growing(Shrinking):
             del self._newcomers[node.ident]
             self._roster.enter(node)
             self._stalls.enter(node.rank)
-            self._order.append(node.rank)
+            self._order[node.rank] = None
             self.entered[node.rank] = self.terms.number
             self._fresh.add(node.rank)
         self._unsaid = False

@@ -97,7 +97,7 @@ class Membership(Growing):
             }
         for worker in workers:
             self._stalls.enter(worker.rank)
-        self._order = [w.rank for w in workers if not w.left]
+        self._order = dict.fromkeys(w.rank for w in workers if not w.left)
         partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
         placement = Placement(
             [len(s.lanes) for s in servers],
@@ -454,7 +454,7 @@ class Membership(Growing):
         """Remove a node from all of the job's accounts."""
         self._roster.leave(node)
         if node.role == "worker":
-            self._order = [rank for rank in self._order if rank != node.rank]
+            self._order.pop(node.rank, None)
             self._stalls.leave(node.rank)
             if self._roots.get(node.rank // self.processes) == node.ident:
                 del self._roots[node.rank // self.processes]

@@ -343,7 +343,8 @@ class Rebuilding(Membership):
         last = max((t.number for t in longest.terms if t.met), default=0)
         self._unsaid = any(t.dropped for t in longest.terms if t.number > last)
         self._fresh = {rank for rank, r in workers.items() if r.fresh}
-        self._order = [rank for rank in job.order_of_entry() if rank in self._roster.live]
+        living = self._roster.live
+        self._order = dict.fromkeys(r for r in job.order_of_entry() if r in living)
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
         departed = [rank for rank in job.left if self._speaks_rank(rank)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bpsx.errors import JoinedError, PeerLeftError
-from bpsx.session.states import OVER, Event, Life, Lifetime
+from bpsx.session.states import OVER, SESSION, Event, Life, Lifetime
 
 
 class Joining:
@@ -88,6 +88,11 @@ class Joining:
             if life.state in OVER:
                 return -1
             raise PeerLeftError(self._left)
+
+    def check_expected(self) -> None:
+        """Raise :class:`InternalError` if ALL_JOINED cannot come now."""
+        with self._life.lock:  # a session in the making holds it
+            SESSION.after(self._life.state, Event.ALL_JOINED)
 
     def hear(self, message: dict[str, Any]) -> None:
         """Handle a message of the scheduler: ALL_JOINED with the rank ``last``, or UNJOINED with a

@@ -126,6 +126,8 @@ class Liveness(Declarations):
             self._reset(message["epoch"], message["status"], message["text"])
             self._say_heard()
         elif kind in ("ALL_JOINED", "UNJOINED"):
+            if kind == "ALL_JOINED":
+                self._joining.check_expected()  # lanes that restart by mistake confuse servers
             self.devices.announce_joined(kind == "UNJOINED")
             if kind == "ALL_JOINED":
                 self._decisions.joins += 1
