@@ -68,7 +68,7 @@ class Push:
         return self.result
 
 
-@dataclass
+@dataclass(eq=False)  # as sessions: each is equal to itself only
 class FakeSession:
     """Replacement for :class:`bpsx.session.session.Session`.
 
