@@ -232,11 +232,16 @@ class Growing(Shrinking):
 
     def _in_vain(self) -> str:
         """Why this meeting is of no use any more; "": it is."""
-        if self._meeting.stage is not Stage.CONNECTING:
-            return "" if self._guests() or self._unsaid else "nobody waits to join any more"
-        if not any(newcomer.welcomed for newcomer in self._newcomers.values()):
-            return "nobody waits to join any more"
-        return "the job's servers change" if self._keys_move() or self._arrivals else ""
+        connecting = self._meeting.stage is Stage.CONNECTING
+        if connecting:
+            of_use = any(newcomer.welcomed for newcomer in self._newcomers.values())
+        else:
+            of_use = bool(self._guests()) or self._unsaid
+        if not of_use:
+            return "no worker waits to join any more"
+        if connecting and (self._keys_move() or self._arrivals):
+            return "the job's servers change"
+        return ""
 
     def _go_on(self, now: float) -> list[Output]:
         meeting = self._meeting
@@ -252,14 +257,19 @@ class Growing(Shrinking):
             return self._name_boundary()
         if self._keys_move() or self._arrivals:
             return []
-        if meeting.stage is Stage.GATHERING and self._lacks_workers(len(self._guests())):
+        if meeting.stage is Stage.GATHERING:
+            return self._all_here(now)
+        return self._tell_servers(now)
+
+    def _all_here(self, now: float) -> list[Output]:
+        """All workers have stopped at the boundary."""
+        guests = self._guests()
+        if self._lacks_workers(len(guests)):
             return self._wait_for_workers(now)
         # The names come from a worker that may have been lost since.
-        if meeting.stage is Stage.GATHERING and not (meeting.names and self._guests()):
-            return self._part_again(now)
-        if meeting.stage is Stage.GATHERING:
-            return self._welcome_newcomers(now)
-        return self._tell_servers(now)
+        if guests and self._meeting.names:
+            return self._welcome_newcomers(guests, now)
+        return self._part_again(now)
 
     def _name_boundary(self) -> list[Output]:
         """Tell all workers where they meet. The oldest tells newcomers which names there are."""
@@ -358,9 +368,8 @@ class Growing(Shrinking):
             newcomer.welcomed = False
         return [*self._to_all(off), *((ident, off) for ident in told), *self._replay()]
 
-    def _welcome_newcomers(self, now: float) -> list[Output]:
+    def _welcome_newcomers(self, guests: dict[bytes, Newcomer], now: float) -> list[Output]:
         """All workers have stopped: the newcomers connect to the lanes."""
-        guests = self._guests()
         self._meeting.move(MeetingEvent.ALL_HERE, guests, now)
         servers = self._of("server")
         first = 0

@@ -130,11 +130,8 @@ class Liveness(Declarations):
                 self._joining.check_expected()  # lanes that restart by mistake confuse servers
             self.devices.announce_joined(kind == "UNJOINED")
             if kind == "ALL_JOINED":
-                self._decisions.joins += 1
                 self._decisions.last = message["last"]
-                self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
-                # Before any thread of the script goes on: lanes count rounds from zero.
-                self._core.all_joined()
+                self._count_from_zero()
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
@@ -205,12 +202,16 @@ class Liveness(Declarations):
             entered = message["entered"]
             self._boundaries.meet(entered, self.number in entered)
 
+    def _count_from_zero(self) -> None:
+        """Have lanes count rounds from zero, before any thread of the script goes on."""
+        self._decisions.joins += 1
+        self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
+        self._core.all_joined()
+
     def _count_on(self, message: dict[str, Any]) -> None:
         """Go on with workers that have joined, this one perhaps. ``message``: TERM."""
         entered = message["entered"]
-        self._decisions.joins += 1
-        self._calls = 0
-        self._core.all_joined()  # lanes count rounds from zero
+        self._count_from_zero()
         self._core.begin_term(message["term"], [], living=message["living"], enters=True)
         self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=message["text"])
         self._company.enter(entered)
