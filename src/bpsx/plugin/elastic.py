@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
     """Workers have joined the job or were lost; :func:`run` begins the training function anew.
 
-    ``skip_sync``: nobody has joined, so all have the same state already.
+    ``skip_sync``: no worker has joined, so all have the same state already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -29,7 +29,7 @@ class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
 
 
 class State:
-    """What all workers have to agree on: the given values, as attributes of this object.
+    """The values that all workers have to agree on, as attributes of this object.
 
     Not thread-safe. A subclass for a framework sends models and optimizers, too.
     """

@@ -48,7 +48,7 @@ class Growing(Shrinking):
         super().__init__(*given)
         self._meeting = Meeting()
         self._newcomers: dict[bytes, Newcomer] = {}
-        # What has happened while newcomers enter: it is handled afterwards.
+        # Events that came while newcomers enter; the job handles them afterwards.
         self._held: list[Callable[[], list[Output]]] = []
         self._order: dict[int, None] = {}  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
