@@ -112,6 +112,8 @@ class Node:
 
 
 class Worker(Node):
+    entered = True  # it is or was in the job
+
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world, "worker", rank)
         self.decisions = Decisions(
@@ -265,7 +267,7 @@ class Newcomer(Worker):
     def __init__(self, world: World, rank: int, visit: int) -> None:
         super().__init__(world, rank)
         self.number = 10_000 + 100 * rank + visit
-        self.state = "entering"
+        self.state, self.entered = "entering", False
 
     def take(self) -> None:
         if self.state != "entering":
@@ -284,7 +286,7 @@ class Newcomer(Worker):
             self.said = {rank: "" for rank in late if rank not in m["ended"]}
             self.outbox.append({"type": "READY", "meeting": m["meeting"]})
         elif m["type"] == "TERM" and self.rank in m["entered"]:
-            self.state, self.fresh = "connected", True
+            self.state, self.fresh, self.entered = "connected", True, True
             self.handle(m)
 
 
@@ -293,7 +295,7 @@ class Server(Node):
         super().__init__(world, "server", rank, number)
         if number >= 0:
             self.state = "entering"
-        self.marks = Marks(world.workers_n)
+        self.marks = Marks(world.workers_n, range(world.workers_n))
 
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
         cut = [w.rank for w in self.world.workers if w.dead and w.rank not in self.marks.dropped]
@@ -306,7 +308,8 @@ class Server(Node):
         if m["type"] == "WELCOME":
             assert m["rank"] == m["first"], "servers of this job have one lane each"
             self.rank = m["rank"]
-            self.marks = Marks(self.world.workers_n, m["joins"], m["term"], m["dropped"])
+            known = [rank for rank, _ in m["peers"]]
+            self.marks = Marks(m["size"], known, m["joins"], m["term"], m["dropped"])
             for left in m["left"]:
                 self.handle(left)
             for rank in m["joined"]:
@@ -332,9 +335,12 @@ class Server(Node):
 class World:
     """A job with one lane on each server."""
 
-    def __init__(self, workers: int = 2, servers: int = 2, elastic: str = "servers") -> None:
+    def __init__(
+        self, workers: int = 2, servers: int = 2, elastic: str = "servers", most: int = 0
+    ) -> None:
         self.workers_n, self.servers, self.now = workers, servers, 0.0
-        self.options = config(workers, servers, BPSX_ELASTIC=elastic, BPSX_ELASTIC_WAIT=1)
+        more = {"BPSX_ELASTIC": elastic, "BPSX_ELASTIC_WAIT": 1, "BPSX_MAX_WORKERS": most}
+        self.options = config(workers, servers, **more)
         self.job = 77
         self.workers = [Worker(self, r) for r in range(workers)]
         self.nodes: list[Node] = [Server(self, s) for s in range(servers)]

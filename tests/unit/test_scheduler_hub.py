@@ -31,10 +31,8 @@ def test_the_last_arrival_starts_the_job_for_all(order):
         assert (m.state == "running") == (i == 2)
     assert kinds(outputs) == {b"w0": "WELCOME", b"w1": "WELCOME", b"s0": "WELCOME"}
     worker, server = dict(outputs)[b"w1"], dict(outputs)[b"s0"]
-    peers = [
-        "worker 0 (h, pid 100)",
-        "worker 1 (h, pid 101)",
-    ]  # a server reports the worker that it has lost
+    # A server reports the worker that it has lost.
+    peers = [[0, "worker 0 (h, pid 100)"], [1, "worker 1 (h, pid 101)"]]
     assert (worker["job"], worker["workers"], len(worker["servers"])) == (9, 2, 1) and {
         **worker,
         "rank": 0,
@@ -44,7 +42,9 @@ def test_the_last_arrival_starts_the_job_for_all(order):
         "joins": 0,
         "term": 0,
         "dropped": [],
+        "size": 2,
         "peers": peers,
+        "vacant": [],
     } == server
 
 

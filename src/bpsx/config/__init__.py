@@ -13,13 +13,13 @@ from bpsx.config.config import (
 from bpsx.config.folders import cache_dir, kernel_cache, numba_settings, runtime_dir
 from bpsx.config.launchers import ALONE, STORE_PORTS, LaunchedPlace, own_store, run_id
 from bpsx.config.launchers import fields as place_fields
+from bpsx.config.option import Option
 from bpsx.config.options import (
     MOST_WORKERS,
     NO_ENCRYPTION,
     OPTIONS,
     TORCHRUN_OPTIONS,
     TRANSPORT_NAMES,
-    Option,
 )
 from bpsx.config.reference import reference
 

@@ -16,7 +16,8 @@ from typing import Any
 from bpsx import secret
 from bpsx.config.ignored import NOT_USED
 from bpsx.config.launchers import LaunchedPlace, place
-from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TRANSPORT_NAMES, Option
+from bpsx.config.option import Option
+from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TRANSPORT_NAMES
 from bpsx.config.parsers import folder
 from bpsx.errors import ConfigError
 
@@ -67,14 +68,20 @@ class Config:
         return int(self.num_worker * self.local_size)
 
     @property
+    def machines(self) -> int:
+        """Largest number of worker machines at a time."""
+        return int(max(self.num_worker, self.max_workers))
+
+    @property
     def rank(self) -> int:
-        """This worker's rank, 0 to size-1."""
+        """This worker's rank at the beginning of the job, 0 to size-1; its number later."""
         return int((self.worker_id or 0) * self.local_size + self.local_rank)
 
     @property
     def distributed(self) -> bool:
         """Whether a scheduler takes part, and servers unless :attr:`servers` is 0."""
-        return bool(self.size > 1 or self.force_distributed or self.asynchronous)
+        alone = self.size == 1 and self.machines == 1
+        return bool(not alone or self.force_distributed or self.asynchronous)
 
     @property
     def shares_machine(self) -> bool:
@@ -89,7 +96,7 @@ class Config:
         """
         if (
             self.role == "worker"
-            and self.num_worker == 1
+            and self.machines == 1
             and self.shares_machine
             and not self.force_distributed
         ):
@@ -152,7 +159,7 @@ class Config:
     def servers_used(self) -> bool:
         """Whether a worker's gradients go through servers."""
         return self.distributed and not (
-            self.num_worker == 1 and self.shares_machine and not self.force_distributed
+            self.machines == 1 and self.shares_machine and not self.force_distributed
         )
 
     def _missing(self, *fields: str) -> Iterable[str]:
@@ -166,7 +173,7 @@ class Config:
         """Check that there are as many servers as needed."""
         if (
             self.role == "worker"
-            and self.num_worker == 1
+            and self.machines == 1
             and self.shares_machine
             and not self.force_distributed
         ):
@@ -177,15 +184,16 @@ class Config:
             yield "DMLC_NUM_SERVER=0: at least one server is needed, except on a single machine"
 
     def _worker_faults(self) -> Iterable[str]:
-        if self.size > MOST_WORKERS:
+        most = "BPSX_MAX_WORKERS" if self.max_workers else "DMLC_NUM_WORKER"
+        if self.machines * self.local_size > MOST_WORKERS:
             yield (
-                f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS}"
-                " are possible"
+                f"{most} x BYTEPS_LOCAL_SIZE = {self.machines * self.local_size} workers: at most"
+                f" {MOST_WORKERS} are possible"
             )
-        if (self.worker_id or 0) >= self.num_worker:
+        if (self.worker_id or 0) >= self.machines:
             yield (
-                f"DMLC_WORKER_ID={self.worker_id}: expected 0..{self.num_worker - 1}"
-                f" (DMLC_NUM_WORKER={self.num_worker})"
+                f"DMLC_WORKER_ID={self.worker_id}: expected 0..{self.machines - 1}"
+                f" ({most}={self.machines})"
             )
         yield from self._gpu_faults()
         if self.local_rank >= self.local_size:
@@ -230,7 +238,7 @@ class Config:
         if self.role in ("scheduler", "server") or (self.role == "worker" and self.distributed):
             yield from self._missing("root_uri", "root_port")
             yield from self._server_faults()
-        if self.role == "worker" and self.num_worker > 1:
+        if self.role == "worker" and self.machines > 1:
             yield from self._missing("worker_id")
         if self.role == "worker" and not self.num_worker_set and self.idle_servers:
             yield "; ".join([self.idle_servers, *self.misspelt])
@@ -244,6 +252,7 @@ class Config:
                 "BPSX_ELASTIC=replace: the job waits for BPSX_ELASTIC_WAIT seconds for a worker in"
                 f" the place of a lost one, which is {self.elastic_wait:g}; expected more than 0"
             )
+        yield from self._growth_faults()
         if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
             yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":
@@ -253,6 +262,27 @@ class Config:
             )
         if self.role in ("worker", None):
             yield from self._worker_faults()
+
+    def _growth_faults(self) -> Iterable[str]:
+        """Check that the number of workers can change, if it is to."""
+        if 0 < self.max_workers < self.num_worker:
+            yield (
+                f"BPSX_MAX_WORKERS={self.max_workers}: the job begins with"
+                f" DMLC_NUM_WORKER={self.num_worker}; expected at least as many"
+            )
+        if self.max_workers <= self.num_worker:
+            return
+        if self.elastic not in ("shrink", "replace"):
+            why = f"it needs BPSX_ELASTIC=shrink or replace, which is {self.elastic}"
+        elif self.asynchronous:
+            why = "training is asynchronous (BYTEPS_ENABLE_ASYNC)"
+        elif TRANSPORT_NAMES[self.transport] == "rdma":
+            why = "the transport is RDMA"
+        elif self.shares_machine:
+            why = f"the {self.local_size} processes of a machine sum among themselves"
+        else:
+            return
+        yield f"BPSX_MAX_WORKERS={self.max_workers}: workers cannot join the running job: {why}"
 
     def check(self) -> None:
         """Check that the values fit together for this role.

@@ -15,6 +15,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
         "num_server",
         "local_size",
         "local_reduce",
+        "max_workers",
         "partition_bytes",
         "key_hash_fn",
         "hash_coefficient",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
+from bpsx.config.failure_options import FAILURE_OPTIONS
+from bpsx.config.option import GPUS, JOB, LAUNCHER, LOGGING, SECURITY, SEEING, TUNING, Option
 from bpsx.config.parsers import (
     FLAG,
     blacklist,
@@ -23,27 +22,8 @@ from bpsx.config.parsers import (
     zero_or,
 )
 
-
-@dataclass(frozen=True)
-class Option:
-    """One option.
-
-    ``parse`` converts the variable's text to the value. It raises :class:`ValueError`, and
-    ``allowed`` then says what is valid.
-    """
-
-    field: str
-    env: str
-    parse: Callable[[str], Any]
-    default: Any
-    allowed: str
-    help: str
-    group: str
-
-
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
-_ELASTIC = ("auto", "servers", "shrink", "replace", "off")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {
@@ -79,16 +59,6 @@ def _default_lanes() -> int:
 def _default_compressors() -> int:
     return max(1, min(4, _cores() // 2))
 
-
-JOB, _TUNE, _FAIL, _LOG, _SEE, _TRUST = (
-    "Job",
-    "Tuning",
-    "Failure",
-    "Logging and files",
-    "Seeing",
-    "Security",
-)
-_LAUNCH, _GPU = "Launcher", "GPUs"
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -145,7 +115,7 @@ OPTIONS: tuple[Option, ...] = (
         "DMLC_WORKER_ID",
         integer(0, 65534),
         None,
-        "0..DMLC_NUM_WORKER-1",
+        "0..DMLC_NUM_WORKER-1, or ..BPSX_MAX_WORKERS-1",
         "Index of this worker machine.",
         JOB,
     ),
@@ -266,7 +236,7 @@ OPTIONS: tuple[Option, ...] = (
         "a whole number of bytes, at least 4096",
         "Maximum size of a partition (in whole pages); tensors are cut into partitions. Compressed"
         " tensors have partitions of twice this size. Must be the same on all workers.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "key_hash_fn",
@@ -276,7 +246,7 @@ OPTIONS: tuple[Option, ...] = (
         " | ".join(_HASHES),
         "How partitions are assigned to servers: by bytes (balanced) or by one of BytePS' hash"
         " functions. Must be the same on all workers.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "mixed_mode",
@@ -286,7 +256,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "Servers on workers' machines get fewer bytes than other servers, so that all network"
         " cards carry the same load. Must be the same on all workers.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "server_weight",
@@ -296,7 +266,7 @@ OPTIONS: tuple[Option, ...] = (
         "1..1000",
         "Of a server: its share of the bytes relative to other servers. In mixed mode: the speed"
         " of its machine's network card relative to others.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "hash_coefficient",
@@ -305,7 +275,7 @@ OPTIONS: tuple[Option, ...] = (
         1,
         "1..2147483648",
         "Multiplier of the built_in hash function.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "scheduling_credit",
@@ -316,7 +286,7 @@ OPTIONS: tuple[Option, ...] = (
         "Most partitions per connection that a worker hands to the transport before they have been"
         " written out; half as many for servers on the same machine. A small credit lets urgent"
         " tensors overtake. 0 makes priorities ineffective.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "rdma_rx_depth",
@@ -325,7 +295,7 @@ OPTIONS: tuple[Option, ...] = (
         512,
         "16..32768",
         "RDMA: most messages per connection that may be on their way to this process.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "rdma_start_depth",
@@ -334,7 +304,7 @@ OPTIONS: tuple[Option, ...] = (
         128,
         "16..32768",
         "RDMA: most messages per connection that may wait for the adapter to send them.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "rdma_inbox",
@@ -344,7 +314,7 @@ OPTIONS: tuple[Option, ...] = (
         "MiB, 4..65536",
         "RDMA: registered memory of a server's lane for the pushes of one worker, at least 8"
         " partitions. A worker registers a quarter of it for each lane's answers.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "send_ahead_ms",
@@ -356,7 +326,7 @@ OPTIONS: tuple[Option, ...] = (
         " to the transport ahead; at least one partition. With more under way, partitions share"
         " the link and all complete late. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0,"
         " this option has no effect.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "engine_threads",
@@ -366,7 +336,7 @@ OPTIONS: tuple[Option, ...] = (
         "1..256",
         "Number of lanes of a server. Each lane is a thread with a port and one connection per"
         " worker. Default: a quarter of the cores, 1 to 4.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "server_schedule",
@@ -375,7 +345,7 @@ OPTIONS: tuple[Option, ...] = (
         False,
         FLAG,
         "A server processes waiting pushes by priority instead of by arrival.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "zmq_threads",
@@ -384,7 +354,7 @@ OPTIONS: tuple[Option, ...] = (
         _default_lanes,
         "1..256",
         "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "send_buffer",
@@ -396,7 +366,7 @@ OPTIONS: tuple[Option, ...] = (
         " caches; else 224, so that little data is ahead of an urgent tensor. Links with a round"
         " trip of 1 ms or more: use 0, or megabytes. A value below 64 would make traffic within a"
         " machine wait for TCP.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "spin_us",
@@ -406,7 +376,7 @@ OPTIONS: tuple[Option, ...] = (
         "microseconds",
         "Time for which an idle thread yields its core before it sleeps. On most machines waking"
         " it takes longer than this.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "fixed_order",
@@ -417,7 +387,7 @@ OPTIONS: tuple[Option, ...] = (
         "Servers add the workers' pushes in order of rank, so that float sums of three or more"
         " workers have the same bits in every run. (Within a run all workers get the same bits in"
         " any case.)",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "min_compress_bytes",
@@ -426,7 +396,7 @@ OPTIONS: tuple[Option, ...] = (
         65536,
         "bytes",
         "Tensors smaller than this are not compressed. Must be the same on all workers.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "compress_threads",
@@ -435,7 +405,7 @@ OPTIONS: tuple[Option, ...] = (
         _default_compressors,
         "1..64",
         "Threads of a worker that compress. Default: half of the cores, 1 to 4.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "compressors",
@@ -445,7 +415,7 @@ OPTIONS: tuple[Option, ...] = (
         "names of Python modules, comma separated",
         "Modules with compressors from outside the package. Workers and servers import them at"
         " start. Must be the same on all of them. See CONTRIBUTING.md.",
-        _TUNE,
+        TUNING,
     ),
     Option(
         "reduce_roots",
@@ -456,7 +426,7 @@ OPTIONS: tuple[Option, ...] = (
         "GPUs of a machine that take turns as the target of NCCL's reductions and copy the sums to"
         " the host. Default: each GPU copies a part of every tensor. Must be the same on all"
         " processes of a machine. Cannot be combined with BYTEPS_PCIE_SWITCH_SIZE.",
-        _GPU,
+        GPUS,
     ),
     Option(
         "switch_size",
@@ -467,7 +437,7 @@ OPTIONS: tuple[Option, ...] = (
         "Number of GPUs, with consecutive local ranks, that reduce among themselves; the CPU adds"
         " their sums. Default: by topology, all GPUs of the machine if NVLink connects them. Must"
         " be the same on all processes of a machine.",
-        _GPU,
+        GPUS,
     ),
     Option(
         "nccl_group",
@@ -478,7 +448,7 @@ OPTIONS: tuple[Option, ...] = (
         "Most NCCL collectives, due at the same time, that are queued as one group. Default: 64"
         " without servers; else 4, because the first copy to the host waits for the last"
         " collective of the group.",
-        _GPU,
+        GPUS,
     ),
     Option(
         "nccl_rings",
@@ -488,7 +458,7 @@ OPTIONS: tuple[Option, ...] = (
         "0..64; 0: NCCL decides",
         "Minimum number of channels of NCCL's communicator. Each channel occupies a multiprocessor"
         " of the GPU.",
-        _GPU,
+        GPUS,
     ),
     Option(
         "keep_memory",
@@ -498,169 +468,9 @@ OPTIONS: tuple[Option, ...] = (
         "MiB; 0: leave malloc alone",
         "Freed memory that malloc keeps instead of returning it to the system. Without it every"
         " message needs fresh pages, which costs a fifth of the throughput.",
-        _TUNE,
+        TUNING,
     ),
-    Option(
-        "rendezvous_timeout",
-        "BPSX_RENDEZVOUS_TIMEOUT",
-        number(0.1),
-        300.0,
-        "seconds",
-        "Time for all processes to join the job. After it every process gives up with an error"
-        " that names the missing ones.",
-        _FAIL,
-    ),
-    Option(
-        "gather_grace",
-        "BPSX_GATHER_GRACE",
-        number(0),
-        3.0,
-        "seconds",
-        "While the job starts: time for a process to come back after its connection broke (a"
-        " process that died, or the scheduler) or after its options were refused. Then every"
-        " process gives up with an error that names it.",
-        _FAIL,
-    ),
-    Option(
-        "heartbeat_interval",
-        "PS_HEARTBEAT_INTERVAL",
-        number(0),
-        5.0,
-        "seconds; 0: off",
-        "Interval of heartbeats on connections.",
-        _FAIL,
-    ),
-    Option(
-        "heartbeat_timeout",
-        "PS_HEARTBEAT_TIMEOUT",
-        number(0),
-        30.0,
-        "seconds",
-        "A peer counts as dead after this long without a sign of life. A killed process is noticed"
-        " at once.",
-        _FAIL,
-    ),
-    Option(
-        "elastic",
-        "BPSX_ELASTIC",
-        choice(*_ELASTIC),
-        "auto",
-        " | ".join(_ELASTIC),
-        "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
-        " and no sum is lost. The last one is replaced by a server that joins within"
-        " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. When"
-        " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
-        " A worker's death still ends the job. So does that of any server in asynchronous training,"
-        " over RDMA, or once a worker has left. shrink: as servers, and the other workers go on"
-        " when one dies. replace: as shrink, but they wait for BPSX_ELASTIC_WAIT at the next"
-        " commit() until another joins. off: every death ends the job; workers keep no results."
-        " auto: servers on more than one machine, else off: on one machine what is kept would cost"
-        " memory bandwidth. Must be the same on all workers and servers.",
-        _FAIL,
-    ),
-    Option(
-        "elastic_wait",
-        "BPSX_ELASTIC_WAIT",
-        number(0),
-        0.0,
-        "seconds",
-        "How long a job waits for a server if its last one has died; then it fails. 0: it fails"
-        " at once, and a job with a single server keeps no results for another. Must be 0, or not"
-        " 0, on all processes. bpsx-run --max-restarts sets it to 60.",
-        _FAIL,
-    ),
-    Option(
-        "scheduler_wait",
-        "BPSX_SCHEDULER_WAIT",
-        number(0),
-        60.0,
-        "seconds",
-        "After the scheduler of an elastic job has died: time for which steps go on without one,"
-        " until another one is started at its address. Then every process ends with an error. The"
-        " new scheduler waits as long for workers that have not come back. 0: the scheduler's death"
-        " ends the job at once.",
-        _FAIL,
-    ),
-    Option(
-        "elastic_log",
-        "BPSX_ELASTIC_LOG",
-        number(0.01),
-        2.0,
-        "number",
-        "Read by servers. With BPSX_ELASTIC=servers, a worker keeps its latest pushes of each"
-        " tensor that is compressed with error feedback, so that another server can rebuild the"
-        " residual of a lost one. They take at most so many times the bytes of the tensor in"
-        " float32 (float64 for float64). Servers then send a copy of the residual to a worker, on"
-        " their own machine if there is one. Larger numbers mean fewer such copies, and more time"
-        " to replace a lost server.",
-        _FAIL,
-    ),
-    Option(
-        "elastic_balance",
-        "BPSX_ELASTIC_BALANCE",
-        flag,
-        True,
-        FLAG,
-        "Read by the scheduler: whether others give keys to a server that joins the running job,"
-        " until each has its share. 0: it gets new tensors, and keys of servers lost later.",
-        _FAIL,
-    ),
-    Option(
-        "stall_warn",
-        "BPSX_STALL_WARN_SECONDS",
-        number(0.1),
-        30.0,
-        "seconds",
-        "A worker logs a warning when its oldest push_pull is older than this, once per stall, and"
-        " again after ten times as long. The warning names the tensor, its round, the number of"
-        " other tensors that wait and the workers that have not pushed.",
-        _FAIL,
-    ),
-    Option(
-        "deadlock_after",
-        "BPSX_DEADLOCK_SECONDS",
-        number(0.5),
-        60.0,
-        "seconds",
-        "Deadlock: the scripts of all workers have waited this long for tensors that another"
-        " worker has not pushed. All push_pulls under way then fail. Scripts that have called"
-        " push_pull equally often may catch the error and go on; otherwise the job has to end. A"
-        " push_pull counts only while a script waits for it. While another thread that has used"
-        " bpsx does not wait, the time is ten times as long.",
-        _FAIL,
-    ),
-    Option(
-        "check_weights",
-        "BPSX_CHECK_WEIGHTS",
-        choice("warn", "error", "off"),
-        "warn",
-        "warn | error | off",
-        "Reaction of an optimizer's first step if workers have different weights, as after a"
-        " forgotten broadcast_parameters or broadcast_variables. A sample of each parameter's"
-        " elements is compared bit for bit. TensorFlow warns in the second step. Does not apply to"
-        " MXNet's DistributedTrainer, which broadcasts, nor to TensorFlow 1's sessions.",
-        _FAIL,
-    ),
-    Option(
-        "shutdown_timeout",
-        "BPSX_SHUTDOWN_TIMEOUT",
-        number(0.1),
-        5.0,
-        "seconds",
-        "Time that shutdown waits for push_pulls under way and for the scheduler's goodbye.",
-        _FAIL,
-    ),
-    Option(
-        "term_grace",
-        "BPSX_TERM_GRACE",
-        number(0),
-        30.0,
-        "seconds",
-        "After SIGTERM: time for which servers and scheduler still serve workers that save, and"
-        " for which bpsx-run waits for its workers before it ends them. A server leaves earlier if"
-        " others can take its keys over. A second SIGTERM ends them at once.",
-        _FAIL,
-    ),
+    *FAILURE_OPTIONS,
     Option(
         "log_level",
         "BYTEPS_LOG_LEVEL",
@@ -668,10 +478,10 @@ OPTIONS: tuple[Option, ...] = (
         "warning",
         " | ".join(_LEVELS),
         "Lowest level of the messages that are logged to standard error.",
-        _LOG,
+        LOGGING,
     ),
     Option(
-        "log_hide_time", "BYTEPS_LOG_HIDE_TIME", flag, False, FLAG, "Log without the time.", _LOG
+        "log_hide_time", "BYTEPS_LOG_HIDE_TIME", flag, False, FLAG, "Log without the time.", LOGGING
     ),
     Option(
         "full_tracebacks",
@@ -681,7 +491,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "Tracebacks of errors and of Ctrl-C include bpsx's own frames, instead of the script's"
         " frames only.",
-        _LOG,
+        LOGGING,
     ),
     Option(
         "verbose",
@@ -691,7 +501,7 @@ OPTIONS: tuple[Option, ...] = (
         "0 | 1 | 2",
         "1: log connections made and lost. 2: also log every message (kind, key, round, bytes,"
         " peer). For workers and servers.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "key_log",
@@ -701,7 +511,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "A server logs each new key with its tensor name, type and bytes. A worker does so at"
         " BYTEPS_LOG_LEVEL=debug.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "sample_tensor",
@@ -710,7 +520,7 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "a key; -1: all",
         "A worker prints the first and last element of this key at each stage of each push_pull.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "server_debug",
@@ -720,7 +530,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "A server prints the first and last element of the key in BYTEPS_SERVER_DEBUG_KEY as they"
         " are received, summed and sent.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "server_debug_key",
@@ -729,7 +539,7 @@ OPTIONS: tuple[Option, ...] = (
         -1,
         "a key; -1: all",
         "Key that BYTEPS_SERVER_DEBUG prints.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "telemetry",
@@ -738,7 +548,7 @@ OPTIONS: tuple[Option, ...] = (
         True,
         FLAG,
         "Count the bytes of results received. With 0 get_pushpull_speed() returns (0.0, 0.0).",
-        _SEE,
+        SEEING,
     ),
     Option(
         "trace_on",
@@ -748,7 +558,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "Record a timeline of the steps from BYTEPS_TRACE_START_STEP to BYTEPS_TRACE_END_STEP, on"
         " workers and servers.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "trace_start",
@@ -757,7 +567,7 @@ OPTIONS: tuple[Option, ...] = (
         10,
         "1 or more",
         "First step recorded. A tensor's step is its own count of push_pulls, from 1.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "trace_end",
@@ -766,7 +576,7 @@ OPTIONS: tuple[Option, ...] = (
         20,
         "more than BYTEPS_TRACE_START_STEP",
         "Last step recorded.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "trace_dir",
@@ -776,7 +586,7 @@ OPTIONS: tuple[Option, ...] = (
         "folder",
         "Folder for timelines: LOCAL_RANK/comm.json for workers, server-RANK/comm.json for"
         " servers.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "metrics_port",
@@ -786,7 +596,7 @@ OPTIONS: tuple[Option, ...] = (
         "PORT or HOST:PORT; PORT 0: a free one, logged",
         "Address at which the scheduler serves the job's metrics to Prometheus; on loopback unless"
         " a host is given. Off by default. Needs prometheus-client: pip install 'bpsx[metrics]'.",
-        _SEE,
+        SEEING,
     ),
     Option(
         "cache_dir",
@@ -795,7 +605,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "folder",
         "Folder for compiled kernels. Default: bpsx in the user's cache folder.",
-        _LOG,
+        LOGGING,
     ),
     Option(
         "socket_path",
@@ -806,7 +616,7 @@ OPTIONS: tuple[Option, ...] = (
         "Folder for the Unix sockets by which processes of one machine find each other; bpsx"
         " creates a private subfolder for the user. Default: the user's runtime folder, else the"
         " temporary folder.",
-        _LOG,
+        LOGGING,
     ),
     Option(
         "port_file",
@@ -815,7 +625,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "path",
         "File to which the scheduler writes its port once it listens; the launcher reads it.",
-        _LOG,
+        LOGGING,
     ),
     Option(
         "secret",
@@ -825,7 +635,7 @@ OPTIONS: tuple[Option, ...] = (
         "text of 16 to 4096 bytes",
         "The job secret, the same for all processes of a job. Processes that do not know it cannot"
         " connect (docs/run/security.md). Takes precedence over BPSX_SECRET_FILE.",
-        _TRUST,
+        SECURITY,
     ),
     Option(
         "secret_file",
@@ -834,7 +644,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "path",
         "File that holds the job secret. Only its owner may have permission to read it.",
-        _TRUST,
+        SECURITY,
     ),
     Option(
         "insecure",
@@ -843,7 +653,7 @@ OPTIONS: tuple[Option, ...] = (
         False,
         FLAG,
         "Run without a secret even though other machines can reach the job.",
-        _TRUST,
+        SECURITY,
     ),
     Option(
         "encrypt",
@@ -853,7 +663,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "Also encrypt gradients between workers and servers; control messages are always"
         " encrypted. Must be the same on all processes.",
-        _TRUST,
+        SECURITY,
     ),
     Option(
         "announce",
@@ -863,7 +673,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "At start, a scheduler or server writes to standard error what it is and which processes"
         " it waits for. Launchers write this themselves.",
-        _LOG,
+        LOGGING,
     ),
     Option(
         "state_fd",
@@ -873,7 +683,7 @@ OPTIONS: tuple[Option, ...] = (
         "a file descriptor; -1: none",
         "The scheduler writes lines to this descriptor: waiting, then running, then which process"
         " has failed the job, if one has, then over. The launcher reads them.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "lifeline_fd",
@@ -884,7 +694,7 @@ OPTIONS: tuple[Option, ...] = (
         "Socket whose other end the starter of this scheduler or server holds. The process ends if"
         " that end closes before the job has begun, since its starter is gone. The scheduler"
         " writes its port there once it listens.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "visible_devices",
@@ -894,7 +704,7 @@ OPTIONS: tuple[Option, ...] = (
         "all | none | void | names, comma separated",
         "bpsx-run starts one worker process per entry, or with all one per GPU. Unset, empty, none"
         " or void: BYTEPS_LOCAL_SIZE processes.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "numa_on",
@@ -904,7 +714,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "bpsx-run binds the worker processes of a machine to cores if there are several, or if one"
         " of the next three options is set.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "numa_default_quota",
@@ -914,7 +724,7 @@ OPTIONS: tuple[Option, ...] = (
         "0..65535; 0: cores / processes",
         "Number of physical cores of each worker process except the root, the process with the"
         " largest local rank, which gets the rest.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "visible_cpu_cores",
@@ -923,7 +733,7 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "lists of logical CPUs as 0-3,8, with a colon between local ranks",
         "The CPUs of each worker process. Takes precedence over quota and blacklist.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "cpu_blacklist",
@@ -932,7 +742,7 @@ OPTIONS: tuple[Option, ...] = (
         "-1",
         "logical CPUs as 0-3,8; -1: none",
         "CPUs to which no worker process is bound.",
-        _LAUNCH,
+        LAUNCHER,
     ),
     Option(
         "enable_gdb",
@@ -942,7 +752,7 @@ OPTIONS: tuple[Option, ...] = (
         FLAG,
         "bpsx-run runs workers and servers under gdb, which prints the backtraces of all threads"
         " after a crash.",
-        _LAUNCH,
+        LAUNCHER,
     ),
 )
 

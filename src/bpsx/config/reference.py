@@ -7,7 +7,8 @@ from typing import Any
 
 from bpsx.config.ignored import NOT_USED
 from bpsx.config.launchers import LAUNCHERS
-from bpsx.config.options import JOB, OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
+from bpsx.config.option import JOB
+from bpsx.config.options import OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
 
 
 def reference() -> str:
@@ -16,7 +17,7 @@ def reference() -> str:
         "# Options",
         "",
         (
-            "Generated from `src/bpsx/config/options.py` by `make docs`. All options are"
+            "Generated from the tables in `src/bpsx/config` by `make docs`. All options are"
             " environment variables."
         ),
         "",

@@ -117,7 +117,7 @@ def run_role(command: Sequence[str], grace: float | None) -> int:
     # As with BytePS, a single machine has no servers, whatever DMLC_NUM_SERVER says. So there is no
     # scheduler either.
     alone = (
-        config.num_worker == 1
+        config.machines == 1
         and config.local_reduce
         and not (config.force_distributed or config.asynchronous)
     )

@@ -217,10 +217,14 @@ class Placement:
     def admit(self, server: int, shares: Mapping[int, float]) -> None:
         """Let a server whose lanes are reserved get places.
 
-        It gets those of later tensors, and of servers that are lost later. ``shares``: of each
-        server, by number; none for lost ones.
+        It gets those of later tensors, and of servers that are lost later. ``shares``: as for
+        :meth:`share`.
         """
         self._living.append(server)
+        self.share(shares)
+
+    def share(self, shares: Mapping[int, float]) -> None:
+        """Set the part of the bytes that each living server should sum, by number."""
         for other in range(len(self._shares)):
             equal = 1 / len(self._living) if self._hash is not None else 0.0
             self._shares[other] = equal or shares.get(other, 0.0)

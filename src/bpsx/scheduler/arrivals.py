@@ -93,7 +93,7 @@ class Arriving(Surviving):
         return {
             "type": "WELCOME",
             "job": self.job,
-            "workers": self.size // self.processes,  # senders: one per worker, or per machine
+            "workers": self.places // self.processes,  # senders: one per worker, or per machine
             "processes": self.processes,
             "again": self.again,
             "elastic": replaceable and not self._fixed_servers() or shrinks,
@@ -114,14 +114,20 @@ class Arriving(Surviving):
         return {
             "rank": node.rank,
             "first": first,
+            "size": self.size,
             # A server names a worker that it loses.
-            "peers": [str(w) for w in workers],
+            "peers": [[w.rank, str(w)] for w in workers],
+            "vacant": self._never_taken(),
             "left": [left_message(w) for w in workers if w.left and w.rank not in dropped],
             "joined": joined,
             "joins": joins,
             "term": self.terms.number,
             "dropped": sorted(dropped.items()),
         }
+
+    def _never_taken(self) -> list[int]:
+        """The places of workers that nobody has had yet."""
+        return [rank for rank in range(self.places) if rank not in self._roster.workers]
 
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Let a server join: it gets WELCOME, and the senders connect to it."""

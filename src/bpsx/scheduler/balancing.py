@@ -39,6 +39,14 @@ class Balancing(Planned):
         """Some server may lack keys: look as soon as keys may move."""
         self._uneven_since = now if self._uneven_since is None else self._uneven_since
 
+    def _share_again(self, now: float) -> None:
+        """Workers were lost or have joined: mixed mode divides the bytes by their machines."""
+        worker = self._roster.a_worker()
+        if self.terms is None or worker is None or not worker.config["BYTEPS_ENABLE_MIXED_MODE"]:
+            return
+        self.terms.share(self._shares(self._roster.usable_servers()))
+        self.look_for_uneven(now)
+
     def moved(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """See :class:`~bpsx.scheduler.surviving.Surviving`. Keys may move again after the last."""
         return super().moved(ident, m, now) + self._balance(now)

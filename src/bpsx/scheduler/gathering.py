@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from bpsx.config import MOST_WORKERS
@@ -11,6 +12,7 @@ from bpsx.scheduler.departures import Vanished
 from bpsx.scheduler.messages import PROTOCOL
 from bpsx.scheduler.roster import Node, Roster
 from bpsx.scheduler.states import JOB, JobEvent, JobState, PresenceEvent
+from bpsx.scheduler.terms import fixed_workers
 
 Output = tuple[bytes, dict[str, Any]]
 #: Number of different option sets whose check results are cached.
@@ -163,11 +165,8 @@ class Gathering:
             return f"invalid options: {', '.join(wrong)}"
         if m["role"] not in ("worker", "server"):
             return f"role {m['role']!r}: expected worker or server"
-        if self.num_worker * int(m["config"]["BYTEPS_LOCAL_SIZE"]) > MOST_WORKERS:
-            return (
-                f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most"
-                f" {MOST_WORKERS} are allowed"
-            )
+        if (most := self._most_workers(m["config"])) > MOST_WORKERS:
+            return f"{most} workers; at most {MOST_WORKERS} are allowed"
         return ""
 
     def _too_late(self, m: dict[str, Any]) -> str:
@@ -226,7 +225,7 @@ class Gathering:
         """Return why a worker cannot have the rank that it wants."""
         if why := self._differing_option(m):
             return why
-        if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
+        if not 0 <= m["rank"] < self._most_workers(m["config"]):
             return f"rank {m['rank']} is out of range"
         there = self._roster.workers.get(m["rank"])
         if there is not None and self._roster.same(m) is None:
@@ -238,8 +237,20 @@ class Gathering:
 
     @property
     def size(self) -> int:
-        """Number of worker processes in the job."""
+        """Number of worker processes with which the job begins."""
         return self.num_worker * self.local_size
+
+    @property
+    def places(self) -> int:
+        """Largest number of worker processes at a time."""
+        worker = self._roster.a_worker()
+        return self.size if worker is None else self._most_workers(worker.config)
+
+    def _most_workers(self, options: Mapping[str, Any]) -> int:
+        """:attr:`places`, if a worker has these options."""
+        grows = not (fixed_workers([options]) or options["BPSX_LOCAL_REDUCE"])
+        machines = max(self.num_worker, int(options["BPSX_MAX_WORKERS"]) if grows else 0)
+        return machines * int(options["BYTEPS_LOCAL_SIZE"])
 
     def _of(self, role: str) -> list[Node]:
         return self._roster.all_workers() if role == "worker" else self._roster.servers()

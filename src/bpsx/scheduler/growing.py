@@ -52,6 +52,7 @@ class Growing(Shrinking):
         self._held: list[Callable[[], list[Output]]] = []
         self._order: dict[int, None] = {}  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
+        self._full = 0  # most workers that the job has had at a time
         self.turned_away: list[Node] = []  # newcomers that have not entered, not reported yet
         self._fresh: set[int] = set()  # those of them that may not have got the model yet
         self._unsaid = False  # a worker was lost, and the scripts have not agreed on a moment
@@ -77,6 +78,12 @@ class Growing(Shrinking):
             return self._differing_option(m)
         return super()._no_place(m)
 
+    def _is_extra(self, m: dict[str, Any]) -> bool:
+        """Whether HELLO ``m`` is of a worker that may join, but without which the job begins."""
+        if self.state is not JobState.WAITING or m["role"] != "worker" or self._refusal(m):
+            return False
+        return bool(m["rank"] >= self.num_worker * m["config"]["BYTEPS_LOCAL_SIZE"])
+
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Let a node join; a worker waits until all others have stopped."""
         if m["role"] == "server":
@@ -84,12 +91,16 @@ class Growing(Shrinking):
                 self._held.append(lambda: self.hello(ident, m))
                 return [(ident, _status("the end of a meeting of the workers"))]
             return super()._arrive(ident, m)
+        self._queue(ident, m)
+        there = self._roster.live.get(m["rank"])
+        return [(ident, _status(f"the end of {there}" if there else _NEXT_BOUNDARY))]
+
+    def _queue(self, ident: bytes, m: dict[str, Any]) -> None:
+        """Let a worker wait for the next meeting."""
         if ident not in self._newcomers:
             node = Node(ident, "worker", m["rank"], m["host"], m["pid"], [], m["config"])
             self._newcomers[ident] = Newcomer(node, self._now)
-            self.notes.append(f"{node} wants to join the running job")
-        there = self._roster.live.get(m["rank"])
-        return [(ident, _status(f"the end of {there}" if there else _NEXT_BOUNDARY))]
+            self.notes.append(f"{node} wants to join the job while it runs")
 
     def _forget_newcomer(self, ident: bytes, why: str) -> None:
         node = self._newcomers.pop(ident).node
@@ -104,6 +115,10 @@ class Growing(Shrinking):
             self._forget_newcomer(ident, why)
         reason = f"the job is {self.state} and accepts no more nodes: {why}"
         return [(i, {"type": "REFUSED", "reason": reason, "over": True}) for i in idents]
+
+    def expire(self, text: str) -> list[Output]:
+        """See :class:`~bpsx.scheduler.gathering.Gathering`."""
+        return super().expire(text) + self._refuse_newcomers(text)
 
     # ---- events that concern a meeting
 
@@ -131,6 +146,9 @@ class Growing(Shrinking):
         if self._entering:
             self._held.append(lambda: self.hello(ident, m))
             return [(ident, _status("the end of a meeting of the workers"))]
+        if self._is_extra(m):
+            self._queue(ident, m)
+            return [(ident, _status(f"the job, which begins with {self.num_worker} workers"))]
         return super().hello(ident, m)
 
     def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
@@ -187,7 +205,7 @@ class Growing(Shrinking):
         out = super().tend(now) if not self._entering else []
         if self.state is JobState.RUNNING:
             out += self._call(now) if self._meeting.stage is Stage.IDLE else self._go_on(now)
-        if self.state is not JobState.RUNNING and self._newcomers:
+        if self.state in (JobState.DONE, JobState.FAILED) and self._newcomers:
             out += self._refuse_newcomers(self.failure or "it is over")
         return out
 
@@ -198,7 +216,7 @@ class Growing(Shrinking):
         if why := self._fixed_workers():
             self._unsaid = False
             return self._refuse_newcomers(why)
-        out = self._refuse_doubles(now)
+        out = self._refuse_unfit(now)
         if self._disturbed() or self._keys_move() or self._arrivals:
             return out
         if not (self._guests() or self._unsaid):
@@ -211,16 +229,22 @@ class Growing(Shrinking):
         """The newcomers whose places are vacant."""
         return {i: n for i, n in self._newcomers.items() if n.node.rank not in self._roster.live}
 
-    def _refuse_doubles(self, now: float) -> list[Output]:
-        """Refuse the newcomers whose places are taken by workers that are not dead."""
-        guests = self._guests()
+    def _refuse_unfit(self, now: float) -> list[Output]:
+        """Refuse the newcomers that came before the job began, and whose options differ from it.
+
+        And those whose places are taken by workers that are not dead.
+        """
+        out, guests = [], self._guests()
+        for ident, n in list(guests.items()):
+            if why := self._differing_option({"rank": n.node.rank, "config": n.node.config}):
+                out += self._refuse_newcomers(why, [ident])
         late = [
             ident
             for ident, n in self._newcomers.items()
             if ident not in guests and now - n.since >= self.silence
         ]
         why = "its place is taken: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
-        return self._refuse_newcomers(why, late)
+        return out + self._refuse_newcomers(why, late)
 
     def _disturbed(self) -> str:
         """Why the workers cannot meet now; "": they can."""
@@ -283,9 +307,9 @@ class Growing(Shrinking):
 
     def _lacks_workers(self, guests: int) -> bool:
         """Whether the job waits for more workers than ``guests`` before it goes on."""
-        worker = self._roster.a_worker()
+        worker, living = self._roster.a_worker(), len(self._roster.live)
         replaces = worker is not None and worker.config.get(ELASTIC) == REPLACE
-        return replaces and guests < len(self._dropped)
+        return replaces and living + guests < max(self.size, self._full)
 
     def _wait_for_workers(self, now: float) -> list[Output]:
         """All have stopped, and wait for workers in the places of lost ones."""
@@ -426,7 +450,9 @@ class Growing(Shrinking):
             self.entered[node.rank] = self.terms.number
             self._fresh.add(node.rank)
         self._unsaid = False
+        self._share_again(self._now)
         workers = list(self._roster.live.values())
+        self._full = max(self._full, len(workers))
         text = (
             f"{names([str(n) for n in newcomers])} has joined: the job goes on with term"
             f" {self.terms.number} and {len(workers)} workers"

@@ -261,9 +261,8 @@ class Hub:
 
     def _report_losses(self) -> None:
         """Report nodes that have joined or been survived since the last call, and recoveries."""
-        members = self._members
-        for note in members.notes:
-            log.warning("%s", note)
+        members, watched = self._members, bool(self._members.notes)
+        self._log_notes()
         for i, loss in enumerate(members.losses[self._reported :], self._reported):
             if i >= members.restored:  # the scheduler before has logged the others
                 log.warning("%s", loss.text)
@@ -272,13 +271,17 @@ class Hub:
             self._tell_launcher(f"lost {node.role} {node.rank} {node.pid}")
         members.turned_away.clear()
         self._reported = len(members.losses)
-        if members.notes and self._exporter is not None:  # a server may have joined
+        if watched and self._exporter is not None:  # a server may have joined
             self._send(self._observers.watch_for(1e9))
-        members.notes.clear()
         if members.terms is not None and members.terms.finished:
             for recovery in members.terms.finished:
                 log.warning("%s", recovery)
             members.terms.finished.clear()
+
+    def _log_notes(self) -> None:
+        for note in self._members.notes:
+            log.warning("%s", note)
+        self._members.notes.clear()
 
     @property
     def _in_need(self) -> bool:
@@ -301,6 +304,7 @@ class Hub:
         while self._members.state is JobState.WAITING:
             now = time.monotonic()
             self._send(self._members.rebuild(now))
+            self._log_notes()
             if self._members.state is not JobState.WAITING:
                 return
             vanished = self._members.vanished.due(now, self._config.gather_grace)

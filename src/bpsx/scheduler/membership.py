@@ -73,6 +73,7 @@ class Membership(Growing):
         self._roster.start()
         roster = {
             **self._welcome(),
+            "living": list(self._order),
             "servers": [[s.host, s.pid, s.lanes] for s in servers],
             "names": {"server": [str(n) for n in servers]},
         }
@@ -117,7 +118,8 @@ class Membership(Growing):
         if not (servers and self._of("worker")[0].config["BYTEPS_ENABLE_MIXED_MODE"]):
             shares = [weight / sum(w for _, w in servers) for _, weight in servers]
         else:
-            hosts = [w.host for w in self._of("worker") if w.rank % self.processes == 0]
+            workers = self._roster.live.values()
+            hosts = [w.host for w in workers if w.rank % self.processes == 0]
             shares = shares_by_host(hosts, servers)
         return {node.rank: share for node, share in zip(nodes, shares, strict=True)}
 
@@ -342,7 +344,8 @@ class Membership(Growing):
         it goes on without those that it has lost.
         """
         dropped = self._dropped
-        awaited: Collection[int] = self._roster.live if self.asynchronous else range(self.size)
+        roster = self._roster
+        awaited: Collection[int] = roster.live if self.asynchronous else roster.workers
         if dropped:
             awaited = [rank for rank in awaited if rank not in dropped]
         return awaited, list(self._roster.live_servers)
@@ -466,7 +469,8 @@ class Membership(Growing):
         kind, field_ = ("REFUSED", "reason") if self.state is JobState.WAITING else ("LOST", "text")
         ended = {"type": kind, field_: text, "ended": True}
         out = self._fail(text, event=JobEvent.ABORTED)
-        return [(ident, ended if m["type"] == "LOST" else m) for ident, m in out]
+        out = [(ident, ended if m["type"] == "LOST" else m) for ident, m in out]
+        return out + self._refuse_newcomers(text)
 
     def _lost(self, node: Node, text: str, now: float = 0.0, failure: str = "") -> list[Output]:
         """Handle a node's unexpected end.

@@ -40,7 +40,7 @@ class Rebuilding(Membership):
 
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle a node's HELLO."""
-        if self.state is JobState.WAITING:
+        if self.state is JobState.WAITING and not self._is_extra(m):
             self._hellos[ident] = m
         return super().hello(ident, m)
 
@@ -117,6 +117,7 @@ class Rebuilding(Membership):
         To be called several times a second while :attr:`rebuilds`.
         """
         newcomers = {m["rank"] for m in self._hellos.values() if m["role"] == "worker"}
+        newcomers |= {newcomer.node.rank for newcomer in self._newcomers.values()}
         for number, job in list(self._jobs.items()):
             if self.state is JobState.WAITING and job.complete(now, newcomers):
                 del self._jobs[number]
@@ -210,10 +211,11 @@ class Rebuilding(Membership):
         ``absent``: servers that have not come back.
         """
         assert self.terms is not None and job.longest is not None
-        for rank in ranks:
-            ghost = Node(b"newcomer %d" % rank, "worker", rank, "lost", 0, [], job.longest.config)
-            self._newcomers[ghost.ident] = Newcomer(ghost, now, welcomed=True)
-        why, ghosts = "the scheduler died as it entered", list(self._newcomers)
+        ghosts = [b"newcomer %d" % rank for rank in ranks]
+        for ident, rank in zip(ghosts, ranks, strict=True):
+            ghost = Node(ident, "worker", rank, "lost", 0, [], job.longest.config)
+            self._newcomers[ident] = Newcomer(ghost, now, welcomed=True)
+        why = "the scheduler died as it entered"
         self._held.append(lambda: [out for i in ghosts for out in self.gone(i, why, now)])
         self._joins.generation = max(r.joins for r in job.workers.values())
         out = self._resume_entering(term, now)
@@ -369,6 +371,8 @@ class Rebuilding(Membership):
         for rank in term.entered:
             self.terms.dropped.pop(rank, None)
             self.entered[rank] = term.number
+        if term.entered:
+            self._full = max(self._full, term.living)
 
     def _restore_late(self, job: Returning, known: dict[int, Node]) -> None:
         """Restore the servers that came after the job had begun.

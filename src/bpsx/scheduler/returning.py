@@ -142,7 +142,8 @@ class Returning:
         """The ranks that should come and have neither come nor left."""
         size = max((report.size for report in self.reports.values()), default=0)
         there = {*self.workers, *self.left, *self.dropped, *self.unfinished_entry()[1]}
-        return [rank for rank in range(size) if rank not in there]
+        late = self.order_of_entry() if self.reports else []
+        return sorted({*range(size), *late} - there)
 
     @property
     def longest(self) -> Report | None:

@@ -62,10 +62,11 @@ class Shrinking(Balancing):
         self.terms.drop(node.rank, str(node), node.ident, senders, now)
         why = text
         text += (
-            f"; the job goes on with term {self.terms.number} and {len(workers)} of {self.size}"
-            " workers"
+            f"; the job goes on with term {self.terms.number} and {len(workers)} of"
+            f" {len(workers) + len(self._dropped)} workers"
         )
         self.losses.append(Loss(node, why, text))
         message = self._new_term([], text, dropped=[node.rank], living=len(workers))
+        self._share_again(now)
         told = [*workers, *self._roster.live_servers.values()]
         return out + [(n.ident, message) for n in told] + self._process_deferred_byes()

@@ -180,6 +180,10 @@ class Terms:
         """Let a server get keys; ``shares``: of each living server, by rank."""
         self._placement.admit(server, shares)
 
+    def share(self, shares: Mapping[int, float]) -> None:
+        """Change the shares of the living servers, by rank."""
+        self._placement.share(shares)
+
     def starve(self) -> None:
         """The last server is lost. :meth:`lose` says so again, once another can replace it."""
         self.state = HANDOVER.after(self.state, HandoverEvent.LAST_SERVER_LOST)

@@ -111,10 +111,14 @@ class Server:
             )
             self._reporter.attach(link.send, self._stats, welcome["job"])
             self._broken = Broken(
-                endpoints, welcome["peers"], welcome["processes"], config.heartbeat_timeout
+                endpoints, dict(welcome["peers"]), welcome["processes"], config.heartbeat_timeout
             )
             self._marks = Marks(
-                len(welcome["peers"]), welcome["joins"], welcome["term"], welcome["dropped"]
+                welcome["size"],
+                [rank for rank, _ in welcome["peers"]],
+                welcome["joins"],
+                welcome["term"],
+                welcome["dropped"],
             )
             try:
                 self._start_lanes(endpoints, welcome)
@@ -159,6 +163,7 @@ class Server:
                 log_ratio=config.elastic_log if welcome["elastic"] else 0,
                 shrinks=welcome["shrinks"],
                 term=welcome["term"],
+                vacant=welcome["vacant"],
             )
             self._lanes.append(lane)
         # What servers that have been in the job before this one have been told.

@@ -251,7 +251,7 @@ cdef class Lane:
     of all workers that ended before this lane began. ``log_ratio``: bytes of a worker's log of a
     compressed key after which the lane takes a snapshot, as a multiple of the key's state; 0: it
     takes none. ``shrinks``: the job goes on without workers that it loses. ``term``: the latest
-    term before this lane began.
+    term before this lane began. ``vacant``: senders that may enter, and have not been there yet.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
@@ -263,8 +263,9 @@ cdef class Lane:
         self, endpoint, *, uint64_t job, int senders, int processes=1, bint asynchronous=False,
         bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
         bytes secret=b"", uint32_t joins=0, double log_ratio=0, bint shrinks=False,
-        uint32_t term=0
+        uint32_t term=0, vacant=()
     ):
+        cdef int i
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
@@ -304,6 +305,11 @@ cdef class Lane:
             or self.c.absent.lost == NULL
         ):
             raise MemoryError(f"no memory for {senders} senders")
+        for i in vacant:
+            self._check(i, 1)
+            self.c.absent.lost[i] = self.c.absent.skipped[i] = True
+            self.c.absent.any_skipped = True
+            self.c.absent.living -= 1
 
     def load(self, dtype: int) -> None:
         """Load the kernels of a dtype code into this lane.

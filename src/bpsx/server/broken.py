@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bpsx.transports.base import Endpoint
 
@@ -24,12 +24,16 @@ class Broken:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], workers: Sequence[str], processes: int, patience: float
+        self,
+        endpoints: Sequence[Endpoint],
+        workers: Mapping[int, str],
+        processes: int,
+        patience: float,
     ) -> None:
         """``workers``: names by rank. ``processes``: workers that share a connection to a lane."""
         self._endpoints, self._workers, self._processes, self._patience = (
             endpoints,
-            list(workers),
+            dict(workers),
             processes,
             patience,
         )
@@ -48,7 +52,7 @@ class Broken:
             for peer in endpoint.lost():
                 # The worker that speaks for the processes of its machine is the last of them.
                 rank = peer * self._processes + self._processes - 1
-                if peer in self._left or peer in self._lost or not 0 <= rank < len(self._workers):
+                if peer in self._left or peer in self._lost or rank not in self._workers:
                     continue  # -1: a stranger, or a worker that has not sent anything yet
                 log.info(
                     "the connection of %s to the lane at %s broke",

@@ -19,14 +19,20 @@ class Marks:
     """
 
     def __init__(
-        self, workers: int, cleared: int = 0, term: int = 0, dropped: Iterable[tuple[int, int]] = ()
+        self,
+        size: int,
+        workers: Iterable[int],
+        cleared: int = 0,
+        term: int = 0,
+        dropped: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """``workers``: number of worker processes in the job.
+        """``size``: number of worker processes with which the job has begun.
 
-        ``cleared``, ``term`` (the latest before this server began), ``dropped``: as WELCOME says.
+        ``workers``: ranks of all that have been in it. ``cleared``, ``term`` (the latest before
+        this server began), ``dropped``: as WELCOME says.
         """
         self._born = term
-        self._workers = workers
+        self._size, self._workers = size, set(workers)
         self.cleared = cleared
         self.joined: set[int] = set()
         self.dropped: dict[int, int] = dict(dropped)
@@ -38,9 +44,10 @@ class Marks:
         self._left[rank] = (host, pid)
 
     def enter(self, rank: int, term: int) -> None:
-        """CLEAR: a worker enters, in the place of a lost one."""
+        """CLEAR: a worker enters, perhaps in the place of a lost one."""
         self.dropped.pop(rank, None)
         self.entered[rank] = term
+        self._workers.add(rank)
 
     def drop(self, rank: int, term: int) -> bool:
         """TERM: the job goes on without a lost worker. Returns whether it is news.
@@ -72,7 +79,12 @@ class Marks:
     @property
     def all_left(self) -> bool:
         """Whether no worker can need this server any more."""
-        return len({*self._left, *self.dropped}) == self._workers
+        return self.workers <= {*self._left}
+
+    @property
+    def workers(self) -> set[int]:
+        """The ranks of the workers that are not lost."""
+        return self._workers - set(self.dropped)
 
     def report(self, failure: str, broken: Iterable[int], heard: int) -> dict[str, Any]:
         """AGAIN's fields.
@@ -81,7 +93,7 @@ class Marks:
         connections have ended. ``heard``: the latest term of which workers have told a lane.
         """
         return {
-            "size": self._workers,
+            "size": self._size,
             "failure": failure or None,
             "cleared": self.cleared,
             "state": {

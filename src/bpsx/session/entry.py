@@ -141,7 +141,7 @@ def _enter_job(
             welcome["job"],
             welcome["again"],
             welcome["shrinks"],
-            welcome.get("living", list(range(config.size))),
+            welcome["living"],
             welcome.get("joins", 0),
             welcome.get("epoch", 0),
             welcome.get("terms", []),
@@ -244,7 +244,7 @@ def _new_core(
         elastic=welcome["elastic"] and near.has_lanes,
         shrinks=welcome["shrinks"],
         senders=welcome["workers"],
-        living=len(welcome.get("living", range(welcome["workers"]))),
+        living=len(welcome["living"]) // welcome["processes"],
         ended=welcome.get("ended", ()),
         joins=welcome.get("joins", 0),
     )

@@ -97,7 +97,7 @@ def open_endpoint(config: Config) -> Endpoint:
             most_bytes=frame_bound(config),
             slots=min(
                 _MOST_NEIGHBOURS,
-                config.num_worker * config.local_size + config.may_lose_workers * _NEWCOMERS,
+                config.machines * config.local_size + config.may_lose_workers * _NEWCOMERS,
             ),
         )
     return endpoint
