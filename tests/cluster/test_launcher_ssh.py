@@ -371,6 +371,45 @@ def test_a_far_server_that_dies_is_started_again(
     assert f"{died}, and the job went on without it" in err
 
 
+_ELASTIC = """
+import os, signal, numpy, bpsx
+bpsx.init()
+@bpsx.elastic.run
+def train(state):
+    while state.step < 40:
+        state.x = state.x + bpsx.push_pull(numpy.ones(1000), name="x", average=False)
+        state.step += 1
+        if state.step == 10 and bpsx.rank() == 1 and not os.path.exists(os.environ["FLAG"]):
+            open(os.environ["FLAG"], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+        while state.step == 30 and bpsx.size() < 3: state.check_host_updates()
+state = bpsx.State(step=0, x=numpy.zeros(1000))
+train(state)
+print("ends", bpsx.size(), state.x[0], flush=True)
+bpsx.shutdown()
+"""
+
+
+def test_a_far_worker_that_dies_is_started_again_and_joins(
+    launcher: Launcher, server: Sshd, tmp_path: Path
+) -> None:
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST\nHOST\nHOST",
+        *("--max-restarts", "3", "--env", f"FLAG:{tmp_path / 'flag'}"),
+        *("--env", "BPSX_ELASTIC:shrink", PY, "-c", _ELASTIC),
+    )
+    status, out, err = finish(job)
+    assert status == 0, err
+    assert len(out) == 3 and len({line.split("] ")[1] for line in out}) == 1, out
+    assert "ends 3 " in out[0]
+    died = "bpsx-run: worker 1 127.0.0.1 exited with status 137"  # as a shell says of SIGKILL
+    assert f"{died}; started again in 0.5 s (1 of 3)" in err
+    assert f"{died}, and the job went on without it" in err
+
+
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:
     show = (
         INIT
