@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from cluster.test_worker_joins import COMPRESSED, SHRINK, Growing
+from cluster.test_worker_joins import COMPRESSED, SHRINK, TRAINING, Growing
 from support.jobs import TRANSPORTS, Job
 
 MOST = 4
@@ -163,3 +163,28 @@ def test_sizes_that_cannot_be_are_refused(env, text):
     with pytest.raises(ConfigError) as e:
         Config({**given, **env}).check()
     assert text in str(e.value)
+
+
+def unnumbered(job: Growing, newcomer: bool = True) -> int:
+    """Start a worker without DMLC_WORKER_ID; returns its index in ``workers``."""
+    index = len(job.workers)
+    job._worker_env[index] = {"DMLC_WORKER_ID": ""}
+    source = TRAINING.format(steps=job.steps, newcomer=newcomer)
+    job.start_worker(index, source)
+    return index
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_the_scheduler_numbers_workers_that_have_no_number(transport):
+    own = dict.fromkeys(range(2), {"DMLC_WORKER_ID": ""})
+    with grown(2, steps=300, env=TRANSPORTS[transport], worker_env=own) as job:
+        job.workers[0].wait_for_line('["step", 10')
+        third, fourth = unnumbered(job), unnumbered(job)
+        for new in (third, fourth):
+            job.workers[new].wait_for_line('["step"')
+        waits = unnumbered(job)
+        job.scheduler.wait_for_line("wants to join", count=3)
+        job.lose(third, 1)
+        job.workers[waits].wait_for_line('["step"')
+        job.end_well(third)
+        assert changes(job.added(0))[-1] == 10.0, "not all numbers are taken"

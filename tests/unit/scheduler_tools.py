@@ -29,6 +29,7 @@ def hello(
         "pid": made_up if pid is None else pid,
         "lanes": [f"h:{rank}"] if role == "server" else [],
         "config": config(workers, servers),
+        "token": "",
         **changes,
     }
 

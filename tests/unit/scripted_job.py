@@ -23,6 +23,8 @@ WAIT, GRACE = 60.0, 3.0
 class Node:
     """A scripted node: ``inbox`` holds what the hub has sent, ``outbox`` what it has sent."""
 
+    token = ""
+
     def __init__(self, world: World, role: str, rank: int, number: int = -1) -> None:
         """``number``: of a server that has no rank yet."""
         self.world, self.role, self.rank = world, role, rank
@@ -47,7 +49,9 @@ class Node:
             self.rank,
             pid=1000 * (self.role == "server") + self.number,
             config=self.world.options,
+            token=self.token if self.state == "entering" else "",
         )
+        greeting["rank"] = -1 if greeting["token"] else self.rank
         return {**greeting, "lanes": [f"h:{self.number}"] if self.role == "server" else []}
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -262,11 +266,15 @@ class Worker(Node):
 
 
 class Newcomer(Worker):
-    """A worker that wants to enter the job; ``visit`` tells it from others of its rank."""
+    """A worker that wants to enter the job; ``visit`` tells it from others of its rank.
+
+    ``rank``: -1 if the scheduler is to choose.
+    """
 
     def __init__(self, world: World, rank: int, visit: int) -> None:
         super().__init__(world, rank)
         self.number = 10_000 + 100 * rank + visit
+        self.token = f"token {visit}" if rank < 0 else ""
         self.state, self.entered = "entering", False
 
     def take(self) -> None:
@@ -277,6 +285,7 @@ class Newcomer(Worker):
         if m["type"] in ("REFUSED", "LOST"):
             self.over, self.lost, self.state = True, m.get("reason", "lost"), "over"
         elif m["type"] == "WELCOME":
+            self.rank = m["rank"]
             self.decisions = Decisions(m["servers"], True)
             assert m["names_told"] == "x"
             self.decisions.terms = m["terms"]
@@ -298,7 +307,8 @@ class Server(Node):
         self.marks = Marks(world.workers_n, range(world.workers_n))
 
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
-        cut = [w.rank for w in self.world.workers if w.dead and w.rank not in self.marks.dropped]
+        known = [w.rank for w in self.world.workers if w.dead and w.rank >= 0]
+        cut = [rank for rank in known if rank not in self.marks.dropped]
         return self.marks.report(self.lost, cut, 0), []
 
     def resume(self) -> None:

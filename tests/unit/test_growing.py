@@ -267,6 +267,48 @@ def test_a_worker_that_is_one_too_many_hears_that_the_job_cannot_begin(how):
     assert "it was Tuesday" in refused["reason"]
 
 
+def test_workers_without_a_number_get_one():
+    m = members(2, 1)
+    options = config(2, 1, **SHRINK, BPSX_MAX_WORKERS=3)
+
+    def come(ident: bytes, token: str, rank: int = -1):
+        return m.hello(ident, hello("worker", rank, pid=1, config=options, token=token))
+
+    assert not come(b"a", "a") and not come(b"b2", "", 1)
+    assert [str(n) for n in m.nodes.values()] == ["worker 0 (h, pid 1)", "worker 1 (h, pid 1)"]
+    assert not come(b"a again", "a"), "its connection broke; it is the same worker"
+    assert {ident: n.rank for ident, n in m.nodes.items()} == {b"b2": 1, b"a again": 0}
+    ((_, status),) = come(b"c", "c")
+    assert "the job, which begins with 2 workers" in status["missing"]
+    out = m.hello(b"s0", hello("server", -1, config=options))
+    assert {i: x["rank"] for i, x in out} == {b"a again": 0, b"b2": 1, b"s0": 0}
+    ((_, status),) = come(b"d", "d")
+    assert "a vacant place" in status["missing"]
+    m._unsaid = False
+    for ident in (b"a again", b"b2"):
+        assert kinds(m.tend(1.0)) in ({}, dict.fromkeys((b"a again", b"b2"), "SOON"))
+        m.said_at(ident, {"meeting": 1, "boundary": 1})
+    m.tend(1.0)
+    for ident in (b"a again", b"b2"):
+        m.here(ident, {"meeting": 1, "names": "x"})
+    ((ident, welcome),) = m.tend(1.0)
+    assert (ident, welcome["rank"]) == (b"c", 2)
+
+
+def test_a_number_is_needed_where_processes_share_a_machine():
+    m = members(2, 1)
+    options = config(2, 1, **SHRINK, BYTEPS_LOCAL_SIZE=2)
+    ((_, refused),) = m.hello(b"a", hello("worker", -1, pid=1, config=options, token="a"))
+    assert "DMLC_WORKER_ID is needed" in refused["reason"]
+
+
+def test_a_worker_without_a_number_that_cannot_start_is_named():
+    m = members(2, 1)
+    m.hello(b"a", hello("worker", 0, config=config(2, 1, **SHRINK)))
+    m.cannot_start(b"b", {**hello("worker", -1), "reason": "no memory"})
+    assert "worker 1 (could not start: no memory)" in m.missing_text()
+
+
 def test_mixed_mode_follows_the_workers():
     """The servers' shares depend on the machines of the workers that are there."""
     m = members(3, 2)
@@ -314,10 +356,19 @@ def entering(rng: random.Random, servers: int, most: int = 0) -> tuple[World, Ne
         worker.declare("a", 5)
     world.settle()
     if most:
-        return world, world.enter(most - 1)
+        return world, world.enter(rng.choice([-1, most - 1]))
     world.kill(world.workers[1])
     world.settle()
     return world, world.enter(1)
+
+
+def ended_by_too_few(world: World) -> bool:
+    """Whether the job has ended, as those that are left cannot tell that they are the majority."""
+    if world.hub.state is JobState.RUNNING:
+        return False
+    left = [w for w in world.workers if w.entered and not w.dead]
+    assert 2 * len(left) <= max(len(w.order) for w in left), world.hub.failure
+    return True
 
 
 def take_some(world: World, rng: random.Random) -> None:
@@ -337,6 +388,8 @@ def all_agree(world: World) -> None:
     """All live workers know the same terms, and servers the same workers as they do."""
     assert world.hub is not None and world.hub.state is JobState.RUNNING, world.hub.failure
     live = [w for w in world.workers if not (w.dead or w.over)]
+    if len(world.hub._roster.live) == world.hub.places:
+        live = [w for w in live if w.entered or not w.token]  # others wait for a vacant place
     assert len({str(w.decisions.terms) for w in live}) == 1
     assert {tuple(w.order) for w in live} == {tuple(live[0].order)}
     assert sorted(live[0].order) == sorted(w.rank for w in live)
@@ -370,13 +423,11 @@ def test_the_scheduler_dies_while_a_worker_enters(seed, also, most):
     if also == "again":
         world.kill_hub()
         world.settle()
-    if world.hub.state is not JobState.RUNNING:  # too few can tell that they are the majority
-        left = [w for w in world.workers if w.entered and not w.dead]
-        assert 2 * len(left) <= max(len(w.order) for w in left)
+    if ended_by_too_few(world):
         return
     all_agree(world)
     if newcomer.dead:
-        newcomer = world.enter(newcomer.rank)
+        newcomer = world.enter(newcomer.rank if newcomer.token == "" else -1)
         world.settle()
     all_agree(world)
     assert newcomer.state == "connected", newcomer.lost
@@ -425,7 +476,7 @@ def test_random_lives(seed):
                     world.kill(newcomer)
                     world.bury(newcomer)
         elif what < 0.06:
-            world.enter(rng.randrange(places))
+            world.enter(rng.choice([-1, *range(places)]))
         elif what < 0.07 and world.hub is not None:
             for witness in live:  # a loss of which too few have heard would end the job
                 while witness.inbox:
@@ -441,4 +492,5 @@ def test_random_lives(seed):
                 world.kill(servers[0])
                 world.bury(servers[0])
     world.settle()
-    all_agree(world)
+    if not ended_by_too_few(world):
+        all_agree(world)

@@ -35,6 +35,7 @@ def test_any_order_of_arrival_makes_the_same_job(order):
         assert m.missing() == lacking + ([f"{servers} of 2 servers"] if servers else [])
     welcomes = {ident.decode(): w for ident, w in greet(m, order[-1])}
     assert set(welcomes) == set(NODES) and {w["type"] for w in welcomes.values()} == {"WELCOME"}
+    assert [welcomes[f"w{i}"].pop("rank") for i in range(2)] == [0, 1]
     assert welcomes["w0"] == welcomes["w1"]
     assert sorted((welcomes["s0"]["rank"], welcomes["s1"]["rank"])) == [0, 1]
     assert (

@@ -7,6 +7,7 @@ one; so does a ``DMLC_*`` or ``PS_*`` name that resembles a known one.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Iterable, Mapping
@@ -126,6 +127,22 @@ class Config:
         )
 
     @property
+    def asks_for_number(self) -> bool:
+        """Whether the scheduler gives this worker its number (DMLC_WORKER_ID), as it has none."""
+        return bool(
+            self.worker_id is None
+            and self.machines > 1
+            and self.local_size == 1
+            and self.may_lose_workers
+        )
+
+    def numbered(self, number: int) -> Config:
+        """Return the same options with another ``worker_id``."""
+        other = copy.copy(self)
+        other.__dict__["worker_id"] = number
+        return other
+
+    @property
     def secret_bytes(self) -> bytes:
         """The job secret; empty if there is none. Reads the file on each access.
 
@@ -238,7 +255,7 @@ class Config:
         if self.role in ("scheduler", "server") or (self.role == "worker" and self.distributed):
             yield from self._missing("root_uri", "root_port")
             yield from self._server_faults()
-        if self.role == "worker" and self.machines > 1:
+        if self.role == "worker" and self.machines > 1 and not self.asks_for_number:
             yield from self._missing("worker_id")
         if self.role == "worker" and not self.num_worker_set and self.idle_servers:
             yield "; ".join([self.idle_servers, *self.misspelt])

@@ -116,7 +116,8 @@ OPTIONS: tuple[Option, ...] = (
         integer(0, 65534),
         None,
         "0..DMLC_NUM_WORKER-1, or ..BPSX_MAX_WORKERS-1",
-        "Index of this worker machine.",
+        "Index of this worker machine. With BPSX_ELASTIC=shrink or replace, and one process a"
+        " machine, it may be missing: the scheduler then chooses a free one.",
         JOB,
     ),
     Option(

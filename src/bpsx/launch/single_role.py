@@ -156,8 +156,11 @@ def _torch_variables(config: Config, port: int) -> dict[str, str]:
 
     With several machines, or if another launcher starts the other processes, no process knows the
     host of worker 0 and its free ports (``port`` 0). The user must then set these variables if
-    PyTorch is to rendezvous without bpsx.
+    PyTorch is to rendezvous without bpsx. None is known of a worker whose number the scheduler
+    chooses.
     """
+    if config.asks_for_number:
+        return {}
     store = (LOOPBACK, port) if port and config.num_worker == 1 else None
     return torch_variables(config.rank, config.size, config.local_rank, config.local_size, store)
 

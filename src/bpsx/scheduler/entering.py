@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from typing import Any
 
@@ -81,7 +82,8 @@ class Entering:
     ) -> dict[str, Any]:
         """Introduce this node and wait for all others; returns the WELCOME message.
 
-        ``again``: whether this process was in a job before.
+        ``rank``: -1 if the scheduler is to choose: WELCOME says which. ``again``: whether this
+        process was in a job before.
 
         Raises :class:`RendezvousError` when the scheduler refuses the node, or at the deadline,
         naming the missing nodes. Raises :class:`JobOverError` when the job has already begun or
@@ -99,6 +101,7 @@ class Entering:
             "pid": os.getpid(),
             "lanes": lanes,
             "config": fingerprint(self._config),
+            "token": secrets.token_hex(8) if role == "worker" and rank < 0 else "",
         }
         self._greeting = messages.encode("HELLO", **self._hello, again=again)
         self._socket.send(self._greeting)

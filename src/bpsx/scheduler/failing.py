@@ -63,7 +63,7 @@ def tell(role: str, error: BaseException, config: Config | None = None) -> None:
             "DMLC_ROLE": role,
             "DMLC_PS_ROOT_URI": known.root_uri,
             "DMLC_PS_ROOT_PORT": str(known.root_port),
-            "DMLC_WORKER_ID": str(known.worker_id or 0),
+            **({} if known.worker_id is None else {"DMLC_WORKER_ID": str(known.worker_id)}),
             "DMLC_NUM_WORKER": str(known.num_worker),
             "BYTEPS_LOCAL_RANK": str(known.local_rank),
             "BYTEPS_LOCAL_SIZE": str(known.local_size),
@@ -94,9 +94,10 @@ def _known(role: str) -> Config:
 
 
 def _message(config: Config, pid: int, reason: str) -> bytes:
+    numbered = config.worker_id is not None or config.num_worker == 1
     fields: dict[str, Any] = {
         "role": config.role,
-        "rank": config.rank if config.role == "worker" else -1,
+        "rank": -1 if config.role != "worker" or not numbered else config.rank,
         "host": own_host(config),
         "pid": pid,
         "reason": reason,

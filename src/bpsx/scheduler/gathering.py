@@ -57,8 +57,9 @@ class Gathering:
         known = self._roster.same(m)
         if known is not None:  # its connection broke while the job was gathering
             self._roster.drop(known, PresenceEvent.WITHDREW)
-        rank = m["rank"] if m["role"] == "worker" else self._roster.count("server")
-        node = Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], m["config"])
+        node = self._make_node(ident, m, self._roster.count("server"))
+        if node.rank < 0:
+            node.rank = self._lowest_absent()
         if not self._roster.workers and node.role == "worker":
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
         self._roster.add(node)
@@ -70,6 +71,18 @@ class Gathering:
             and self._roster.count("server") == self.num_server
         )
         return self._start() if complete else []
+
+    @staticmethod
+    def _make_node(ident: bytes, m: dict[str, Any], server: int = -1) -> Node:
+        """Return the node that HELLO ``m`` introduces; ``server``: its rank, if it is one."""
+        rank = m["rank"] if m["role"] == "worker" else server
+        config, token = m["config"], m.get("token", "")
+        return Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], config, token)
+
+    def _lowest_absent(self) -> int:
+        """The lowest number of a worker with which the job begins and that is not there, or -1."""
+        ranks, _ = self._roster.absent(self.num_worker, 1)
+        return ranks[0] if ranks else -1
 
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Let a node join the running job."""
@@ -104,6 +117,8 @@ class Gathering:
 
         Unless it is started again, the job cannot form.
         """
+        if m["role"] == "worker" and m["rank"] < 0:  # it has no number, so it may be any
+            m = {**m, "rank": self._lowest_absent()}
         if self._lacks(m):
             self.refused[_place(m)] = f"could not start: {m['reason']}"
             self._turn_away(ident, m, f"{newcomer(m)} could not start: {m['reason']}")
@@ -165,6 +180,8 @@ class Gathering:
             return f"invalid options: {', '.join(wrong)}"
         if m["role"] not in ("worker", "server"):
             return f"role {m['role']!r}: expected worker or server"
+        if m.get("token") and m["config"]["BYTEPS_LOCAL_SIZE"] != 1:
+            return "DMLC_WORKER_ID is needed where several processes of a machine are workers"
         if (most := self._most_workers(m["config"])) > MOST_WORKERS:
             return f"{most} workers; at most {MOST_WORKERS} are allowed"
         return ""
@@ -225,6 +242,8 @@ class Gathering:
         """Return why a worker cannot have the rank that it wants."""
         if why := self._differing_option(m):
             return why
+        if m.get("token"):
+            return ""
         if not 0 <= m["rank"] < self._most_workers(m["config"]):
             return f"rank {m['rank']} is out of range"
         there = self._roster.workers.get(m["rank"])
@@ -297,4 +316,5 @@ def _place(m: dict[str, Any]) -> str:
 def newcomer(m: dict[str, Any], returning: bool = False) -> str:
     """Name of the sender of HELLO ``m``, as text for messages; or of AGAIN, if ``returning``."""
     place = f"{m['role']} {m['rank']}" if returning else _place(m)
+    place = m["role"] if m["rank"] < 0 else place
     return f"{place} ({m['host']}, pid {m['pid']})"

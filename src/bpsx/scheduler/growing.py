@@ -23,6 +23,7 @@ from bpsx.scheduler.terms import ELASTIC, REPLACE
 CONNECT_SECONDS = 10.0
 #: What a newcomer waits for, as it tells its user.
 _NEXT_BOUNDARY = "the running job, which lets workers in when all have reached a commit()"
+_VACANCY = "a vacant place in the running job: it has as many workers as it may (BPSX_MAX_WORKERS)"
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Growing(Shrinking):
 
     def _no_place(self, m: dict[str, Any]) -> str:
         """See :class:`~bpsx.scheduler.gathering.Gathering`. A lost worker's place is free again."""
-        if self.state is not JobState.RUNNING:
+        if self.state is not JobState.RUNNING or m.get("token"):
             return super()._no_place(m)
         for other in self._newcomers.values():
             if other.node.rank == m["rank"]:
@@ -82,6 +83,8 @@ class Growing(Shrinking):
         """Whether HELLO ``m`` is of a worker that may join, but without which the job begins."""
         if self.state is not JobState.WAITING or m["role"] != "worker" or self._refusal(m):
             return False
+        if m.get("token"):
+            return self._roster.same(m) is None and self._lowest_absent() < 0
         return bool(m["rank"] >= self.num_worker * m["config"]["BYTEPS_LOCAL_SIZE"])
 
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
@@ -93,12 +96,14 @@ class Growing(Shrinking):
             return super()._arrive(ident, m)
         self._queue(ident, m)
         there = self._roster.live.get(m["rank"])
-        return [(ident, _status(f"the end of {there}" if there else _NEXT_BOUNDARY))]
+        full = m["rank"] < 0 and ident not in self._guests()
+        missing = f"the end of {there}" if there else _VACANCY if full else _NEXT_BOUNDARY
+        return [(ident, _status(missing))]
 
     def _queue(self, ident: bytes, m: dict[str, Any]) -> None:
         """Let a worker wait for the next meeting."""
         if ident not in self._newcomers:
-            node = Node(ident, "worker", m["rank"], m["host"], m["pid"], [], m["config"])
+            node = self._make_node(ident, m)
             self._newcomers[ident] = Newcomer(node, self._now)
             self.notes.append(f"{node} wants to join the job while it runs")
 
@@ -226,8 +231,15 @@ class Growing(Shrinking):
         return out + self._to_all({"type": "SOON", "meeting": self._meeting.number})
 
     def _guests(self) -> dict[bytes, Newcomer]:
-        """The newcomers whose places are vacant."""
-        return {i: n for i, n in self._newcomers.items() if n.node.rank not in self._roster.live}
+        """The newcomers whose places are vacant. Those that want any get one."""
+        live = self._roster.live
+        for newcomer in self._newcomers.values():
+            if newcomer.node.rank < 0:
+                wanted = {other.node.rank for other in self._newcomers.values()}
+                vacant = (r for r in range(self.places) if r not in live and r not in wanted)
+                newcomer.node.rank = next(vacant, -1)
+        ranks = {ident: n.node.rank for ident, n in self._newcomers.items()}
+        return {i: self._newcomers[i] for i, r in ranks.items() if r >= 0 and r not in live}
 
     def _refuse_unfit(self, now: float) -> list[Output]:
         """Refuse the newcomers that came before the job began, and whose options differ from it.
@@ -241,7 +253,7 @@ class Growing(Shrinking):
         late = [
             ident
             for ident, n in self._newcomers.items()
-            if ident not in guests and now - n.since >= self.silence
+            if ident not in guests and n.node.rank >= 0 and now - n.since >= self.silence
         ]
         why = "its place is taken: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
         return out + self._refuse_newcomers(why, late)
@@ -415,7 +427,7 @@ class Growing(Shrinking):
         }
         for newcomer in guests.values():
             newcomer.welcomed = True
-        return [(ident, welcome) for ident in guests]
+        return [(ident, {**welcome, "rank": n.node.rank}) for ident, n in guests.items()]
 
     def _tell_servers(self, now: float) -> list[Output]:
         """All newcomers have connected: from now on lanes count on them."""

@@ -82,7 +82,7 @@ class Membership(Growing):
             (s.ident, {**roster, **self._for_server(s, first)})
             for s, first in zip(servers, firsts, strict=False)
         ]
-        return out + [(w.ident, roster) for w in workers]  # workers know their ranks
+        return out + [(w.ident, {**roster, "rank": w.rank}) for w in workers]
 
     def _arrange(self, servers: Sequence[Node]) -> Placement:
         """Prepare the job that begins with ``servers``; returns the placement of its tensors."""

@@ -58,7 +58,10 @@ _HELLO: dict[str, tuple[type[Any], int, int]] = {
     "pid": _POSITION,
     "lanes": (list, 0, 4096),
     "config": (dict, 0, 64),
+    "token": (str, 0, 64),
 }
+#: Fields that a node of another version may lack: it hears that its version is another.
+_ABSENT = {"token": ""}
 #: Message type -> its fields.
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": _HELLO,
@@ -156,7 +159,7 @@ def check(message: dict[str, Any]) -> None:
     if fields is None:
         raise BadMessage(f"unknown type {message['type'][:40]!r}")
     for name, (kind, least, most) in fields.items():
-        value: Any = message.get(name)
+        value: Any = message.get(name, _ABSENT.get(name))
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise BadMessage(f"{message['type']}: field {name!r} is not {kind.__name__}")
         size = value if isinstance(value, int) else len(value)

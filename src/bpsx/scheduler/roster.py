@@ -28,6 +28,7 @@ from bpsx.scheduler.states import (
 class Node:
     """One process that wants to be, is or was in the job. Its :class:`Roster` changes its states.
 
+    ``rank``: -1 if it has none yet. ``token``: identifies a worker that lets the scheduler choose.
     ``unconfirmed``: number of errors that it has not confirmed. ``goodbye``: its BYE, while it
     waits to leave. ``cut``: its connection ended meanwhile.
     """
@@ -39,6 +40,7 @@ class Node:
     pid: int
     lanes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    token: str = ""
     presence: Presence = Presence.ABSENT
     hearing: Hearing = Hearing.HEARD
     unconfirmed: int = 0
@@ -56,7 +58,8 @@ class Node:
         self.presence = PRESENCE.after(self.presence, event)
 
     def __str__(self) -> str:
-        return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
+        number = f" {self.rank}" if self.rank >= 0 else ""
+        return f"{self.role}{number} ({self.host}, pid {self.pid})"
 
 
 class Roster:
@@ -220,6 +223,8 @@ class Roster:
         """
         if m["role"] == "server":
             return self._servers.get(_identity(m["host"], m["pid"], m["lanes"]))
+        if token := m.get("token"):
+            return next((n for n in self.workers.values() if n.token == token), None)
         node = self.workers.get(m["rank"])
         return node if node is not None and (node.host, node.pid) == (m["host"], m["pid"]) else None
 

@@ -34,6 +34,7 @@ log = logging.getLogger("bpsx.session.session")
 class WorkerResources:
     """What a worker holds once it is in a job. The session owns and closes it.
 
+    ``config``: with the number of this worker.
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
     servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
@@ -43,6 +44,7 @@ class WorkerResources:
     TERMs of the time before. ``names``: see ``told_names.py``. ``opened`` closes all of it.
     """
 
+    config: Config
     core: Core
     endpoint: Any
     near: Neighbourhood
@@ -76,42 +78,59 @@ def enter(config: Config, again: bool) -> WorkerResources:
     """
     try:
         config.check()
-        configure(config, f"worker {config.rank}")
+        configure(config, "worker" if config.asks_for_number else f"worker {config.rank}")
         import_compressors(config.compressors)
         near = Neighbourhood(config)
-        host = own_host(config) if config.distributed else ""
-        reporter = Reporter(config, "worker", config.rank, host)
         if not config.distributed:
-            return _alone(config, near, reporter, again)
+            return _alone(config, near, again)
         require_descriptors("worker")
         keep_memory(config.keep_memory)
         link = Link(config)
     except Exception as e:
         failing.tell("worker", e, config)
         raise
-    return _enter_job(config, near, reporter, link, again)
+    return _enter_job(config, near, link, again)
 
 
-def _alone(config: Config, near: Neighbourhood, reporter: Reporter, again: bool) -> WorkerResources:
+def _alone(config: Config, near: Neighbourhood, again: bool) -> WorkerResources:
+    reporter = Reporter(config, "worker", config.rank, "")
     endpoint = LoopbackEndpoint()
     core = Core(endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
     lanes, opened = Lanes(endpoint, [], [], patience(config, False)), ExitStack()
     for part in (near, endpoint, core):
         opened.callback(part.close)
     return WorkerResources(
-        core, endpoint, near, reporter, lanes, None, [], 0, again, False, [0], 0, 0, [], "", opened
+        config,
+        core,
+        endpoint,
+        near,
+        reporter,
+        lanes,
+        None,
+        [],
+        0,
+        again,
+        False,
+        [0],
+        0,
+        0,
+        [],
+        "",
+        opened,
     )
 
 
-def _enter_job(
-    config: Config, near: Neighbourhood, reporter: Reporter, link: Link, again: bool
-) -> WorkerResources:
+def _enter_job(config: Config, near: Neighbourhood, link: Link, again: bool) -> WorkerResources:
     with ExitStack() as opened:
         opened.callback(link.stop)
         opened.callback(near.close)
         try:
+            host, rank = own_host(config), -1 if config.asks_for_number else config.rank
             with near.kernels_loading():
-                welcome = link.enter_job("worker", config.rank, own_host(config), [], again)
+                welcome = link.enter_job("worker", rank, host, [], again)
+            if config.asks_for_number:
+                config, near = _take_number(config, welcome["rank"])
+            reporter = Reporter(config, "worker", config.rank, host)
             while True:
                 reach = ExitStack()
                 try:
@@ -131,6 +150,7 @@ def _enter_job(
             _tell(link, e)
             raise
         return WorkerResources(
+            config,
             core,
             endpoint,
             near,
@@ -148,6 +168,14 @@ def _enter_job(
             welcome.get("names_told", ""),
             opened.pop_all(),
         )
+
+
+def _take_number(config: Config, number: int) -> tuple[Config, Neighbourhood]:
+    """Take the number that the scheduler has given this worker, the only one on its machine."""
+    config = config.numbered(number)
+    configure(config, f"worker {number}")
+    log.info("the scheduler has given this worker the number %d", number)
+    return config, Neighbourhood(config)
 
 
 class _MeetingOff(Exception):

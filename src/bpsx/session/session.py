@@ -58,6 +58,7 @@ class Session(Liveness):
         # A suspended session passes its order on, like ``remembered``.
         super().__init__(dict(order or {}))
         resources = enter(config, again)
+        config = resources.config
         self._core, self._endpoint = resources.core, resources.endpoint
         self._near, self._lanes = resources.near, resources.lanes
         self._link, self.reporter = resources.link, resources.reporter
