@@ -13,6 +13,7 @@ from bpsx.plugin import elastic as plugin
 from bpsx.torch import elastic
 from bpsx.torch import horovod as hvd
 from support.jobs import TRANSPORTS, Job
+from support.worker_deaths import ends
 
 TRAINING = """
     import torch, time, zlib
@@ -62,13 +63,6 @@ ADAM = "torch.optim.Adam(model.parameters(), lr=0.001)"
 
 def training(optimizer: str = SGD, **more) -> Job:
     return Job(TRAINING.format(optimizer=optimizer), **more)
-
-
-def ends(job: Job, *workers: int) -> list[list]:
-    """The last reports of these workers, once they have ended well."""
-    everything = "\n".join(p.text()[-2000:] for p in job.processes)
-    assert [job.workers[i].wait() for i in workers] == [0] * len(workers), everything
-    return [job.workers[i].reports()[-1] for i in workers]
 
 
 @pytest.mark.parametrize(

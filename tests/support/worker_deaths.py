@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from support.jobs import Job
 
 SHRINK = {"BPSX_ELASTIC": "shrink"}
@@ -35,3 +37,34 @@ def survivors_agree(job: Job, lost: int, workers: int) -> list[float]:
     assert all(len(step) == 1 for step in found[0]), found[0]
     assert job.scheduler.wait() == 0
     return [step[0] for step in found[0]]
+
+
+# ---- training with ``elastic.run``
+
+REPLACE = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "60"}
+
+
+def ends(job: Job, *workers: int) -> list[list[Any]]:
+    """The last reports of these workers, once they have ended well."""
+    statuses = [job.workers[i].wait() for i in workers]
+    everything = "\n".join(p.text()[-3000:] for p in job.processes)
+    assert statuses == [0] * len(workers), everything
+    return [job.workers[i].reports()[-1] for i in workers]
+
+
+def check_commits(job: Job, *workers: int) -> list[int]:
+    """Check that these workers have said the same with each ``["commit", step, ...]``.
+
+    Each commits the steps one after the other: survivors from 1 on, newcomers from the step after
+    which they have joined. Returns the first step of each worker.
+    """
+    said: dict[int, list[Any]] = {}
+    firsts = []
+    for i in workers:
+        commits = [r for r in job.workers[i].reports() if r[0] == "commit"]
+        steps = [r[1] for r in commits]
+        assert steps == list(range(steps[0], steps[0] + len(steps))), job.workers[i].text()
+        firsts.append(steps[0])
+        for _, step, *more in commits:
+            assert said.setdefault(step, more) == more, (step, job.workers[i].text())
+    return firsts

@@ -44,6 +44,8 @@ from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.mxnet.trainer import DistributedTrainer, broadcast_optimizer_state  # noqa: E402
 from bpsx.plugin.framework import UnsupportedTensor  # noqa: E402
 
+from bpsx.mxnet import elastic  # noqa: E402  isort: skip
+
 __all__ = [
     "Compression",
     "DistributedOptimizer",
@@ -54,6 +56,7 @@ __all__ = [
     "broadcast_parameters",
     "byteps_declare_tensor",
     "byteps_push_pull",
+    "elastic",
     "get_pushpull_speed",
     "init",
     "join",

@@ -74,3 +74,29 @@ def _arrays(state: Any) -> Iterator[Any]:
     elif isinstance(state, (list, tuple)):
         for part in state:
             yield from _arrays(part)
+
+
+def kept_of(optimizer: Any, updaters: Sequence[Any], decay: DecayMomentum) -> Any:
+    """Return a copy of an optimizer's state, for :func:`put_back`."""
+    counts = {device: dict(of) for device, of in optimizer._all_index_update_counts.items()}
+    states = [{i: _copy(state) for i, state in u.states.items()} for u in updaters]
+    return optimizer.num_update, optimizer.lr, counts, states, _copy(list(decay.kept.items()))
+
+
+def put_back(optimizer: Any, updaters: Sequence[Any], decay: DecayMomentum, kept: Any) -> None:
+    """Go back to what :func:`kept_of` has returned, which may be used again."""
+    optimizer.num_update, optimizer.lr, counts, states, momenta = kept
+    for device, of in optimizer._all_index_update_counts.items():
+        of.clear()  # the optimizer refers to one of them
+        of.update(counts.get(device, {}))
+    for updater, of_updater in zip(updaters, states, strict=True):
+        updater.states = {i: _copy(state) for i, state in of_updater.items()}
+        updater.states_synced = dict.fromkeys(updater.states, True)
+    decay.kept = dict(_copy(momenta))
+
+
+def _copy(state: Any) -> Any:
+    """Return a copy of a state, whose arrays are copied, too."""
+    if isinstance(state, mx.nd.NDArray):
+        return state.copy()
+    return type(state)(map(_copy, state)) if isinstance(state, (list, tuple)) else state

@@ -34,7 +34,8 @@ def refusal_of(parameters: Sequence[Any]) -> str:
         things="Parameters",
         order="Parameters of one name are made and given to trainers",
     )
-    refusal, _ = subject.compare(min(names), meaning_of_all(parameters, session.continued), 0)
+    continued = bool(session.continued or session.entries)
+    refusal, _ = subject.compare(min(names), meaning_of_all(parameters, continued), 0)
     return refusal
 
 

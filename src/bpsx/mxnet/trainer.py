@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import mxnet as mx
 
@@ -35,6 +35,15 @@ _VERB = "DistributedTrainer"
 _DECAY = "decay"
 #: Optimizers whose momentum is a momentum of gradients.
 _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
+
+
+_Since: TypeAlias = tuple[weakref.ref[Any], int]
+
+
+def _since() -> _Since:
+    """Return the session, and how often workers have joined: with others, steps begin anew."""
+    session = adapter.session()
+    return weakref.ref(session), session.entries
 
 
 def _check_engine() -> None:
@@ -114,8 +123,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._taken = Momentum(lambda: this()._optimizer, _WITH_MOMENTUM)
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
-        self._known_to, self._alike = weakref.ref(adapter.session()), False
-        self._compared_in, self._refusal = None, ""  # session of the last comparison, and its error
+        self._known_to, self._alike = _since(), False
+        # Where the last comparison was, and its error.
+        self._compared_in, self._refusal = None, ""
         # The number of workers in the sums of allreduce_grads(), an array; None: of all.
         self._summed: Any = None
 
@@ -130,7 +140,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         )
 
     _params_to_init: list[Any]
-    _compared_in: weakref.ref[Any] | None
+    _known_to: _Since
+    _compared_in: _Since | None
 
     def _init_params(self) -> None:
         deferred = []
@@ -138,7 +149,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             if parameter._deferred_init:
                 deferred.append(parameter)
             else:
-                overwrite(parameter.list_data(), PREFIX + name_of(parameter), root=self._root)
+                overwrite(parameter.list_data(), PREFIX + name_of(parameter), root=self._source)
         self._params_to_init = deferred
 
     def _check_and_rescale_grad(self, scale: float) -> None:
@@ -227,18 +238,13 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super().update(batch_size, ignore_stale_grad)
 
     def _prepare(self) -> None:
-        session = adapter.session()
-        # after resume() there may be workers that have never had these weights
-        if self._known_to() is not session:
+        session, since = adapter.session(), _since()
+        # after resume(), or with workers that have joined, some may never have had these weights
+        if self._known_to != since:
             _check_engine()
-            self._known_to, self._params_to_init, self._alike = (
-                weakref.ref(session),
-                list(self._params),
-                False,
-            )
-        if self._compared_in is None or self._compared_in() is not session:
-            self._compared_in = weakref.ref(session)
-            self._refusal = refusal_of(self._params)
+            self._known_to, self._params_to_init, self._alike = since, list(self._params), False
+        if self._compared_in != since:
+            self._compared_in, self._refusal = since, refusal_of(self._params)
         if self._refusal:  # in each later step, too, which would mix different Parameters
             raise MismatchError(self._refusal)
         if not self._kv_initialized:
@@ -246,8 +252,13 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if self._params_to_init:
             self._init_params()
         if not self._alike and not session.config.asynchronous:
-            self.take_states(self._root)
+            self.take_states(self._source)
         self._alike = True
+
+    @property
+    def _source(self) -> int:
+        """The worker whose weights all get; in a job that workers have joined, the oldest one."""
+        return 0 if adapter.session().entries else self._root
 
     def take_states(self, root: int) -> None:
         """Take the optimizer state of worker ``root``; see :func:`broadcast_optimizer_state`."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from bpsx.api.lifecycle import session
+from bpsx.api.lifecycle import finish, session
 from bpsx.errors import ConfigError, PeerLostError
 
 _Result = TypeVar("_Result")
@@ -36,12 +37,11 @@ class State:
 
     #: Names of attributes that are no values.
     _OWN: tuple[str, ...] = ("_saved", "_names", "_callbacks")
+    #: Exceptions of the framework whose text may be that of an error of bpsx.
+    _FOREIGN: tuple[type[Exception], ...] = ()
 
     def __init__(self, **values: Any) -> None:
-        if wrong := [name for name in values if hasattr(type(self), name) or name in self._OWN]:
-            raise ConfigError(
-                f"State: {wrong[0]!r} cannot be the name of a value, as State itself has it"
-            )
+        self._check_names(values)
         self._names = list(values)
         self._callbacks: list[Callable[[], None]] = []
         self._saved: dict[str, Any] = {}
@@ -74,6 +74,7 @@ class State:
         :class:`HostsUpdatedInterrupt` if workers have joined or were lost, on all workers in the
         same call; and the error that has ended the job.
         """
+        finish(math.inf)  # a framework's engine may hold exchanges of the step before
         change = session().pass_boundary()
         if change.entered or change.lost:
             raise HostsUpdatedInterrupt(skip_sync=not change.entered)
@@ -116,6 +117,68 @@ class State:
         for callback in self._callbacks:
             callback()
 
+    def has_lost_sender(self, error: Exception) -> bool:
+        """Whether ``error`` says that a worker was lost while it sent values to this one."""
+        return isinstance(error, PeerLostError) or (
+            isinstance(error, self._FOREIGN) and f"{PeerLostError.__name__}: " in str(error)
+        )
+
+    def _check_names(self, names: Mapping[str, Any]) -> None:
+        """Raise :class:`ConfigError` for a name that this object needs itself."""
+        if wrong := [name for name in names if hasattr(type(self), name) or name in self._OWN]:
+            raise ConfigError(
+                f"{type(self).__name__}: {wrong[0]!r} cannot be the name of a value, as"
+                f" {type(self).__name__} itself has it"
+            )
+
+
+class PartsState(State):
+    """A State that has parts, too: models, optimizers and the like, also as attributes.
+
+    Subclasses say how a framework copies and sends them.
+    """
+
+    _OWN = (*State._OWN, "_parts", "_kept")
+
+    def __init__(self, parts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self._check_names(parts)
+        self._parts, self._kept = dict(parts), dict[str, Any]()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        super().__init__(**values)
+
+    def save(self) -> None:
+        """Keep a copy of all, for :meth:`restore`; on the devices on which they are."""
+        super().save()
+        self._kept = {name: self._copied(part) for name, part in self._parts.items()}
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        super().restore()
+        for name, kept in self._kept.items():
+            self._put_back(self._parts[name], kept)
+
+    def sync(self) -> None:
+        """Get all from rank 0, which has been in the job for longest; then save it.
+
+        All workers must call it. Raises as the broadcasts do.
+        """
+        for name, part in self._parts.items():
+            self._send(f"elastic.{name}", part)
+        super().sync()
+
+    def _copied(self, part: Any) -> Any:
+        """Return a copy of the state of ``part``."""
+        raise NotImplementedError
+
+    def _put_back(self, part: Any, kept: Any) -> None:
+        """Give ``part`` the state that :meth:`_copied` has returned."""
+        raise NotImplementedError
+
+    def _send(self, name: str, part: Any) -> None:
+        """Give ``part`` rank 0's state. Names on the wire begin with ``name``."""
+        raise NotImplementedError
+
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """Decorate a training function so that it goes on when workers are lost or join.
@@ -143,9 +206,10 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 return func(state, *args, **more)
             except HostsUpdatedInterrupt as e:
                 agree = state.regroup if e.skip_sync else state.sync
-            except PeerLostError:
-                if session().failure:
+            except Exception as e:
+                if not state.has_lost_sender(e) or session().failure:
                     raise
+                finish(math.inf)
                 session().await_agreement()
                 state.restore()
                 agree = state.sync

@@ -10,7 +10,7 @@ import numbers
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from bpsx.api import verbs
 from bpsx.errors import ConfigError
@@ -215,22 +215,6 @@ class Horovod:
         """
         self.check_process_set(process_set)
         return False
-
-    def missing(self, module: str, name: str, *elastic: str) -> NoReturn:
-        """Raise the error of ``module``, which has no ``name``.
-
-        It is a :class:`~bpsx.errors.ConfigError` for names of ``elastic`` training, which is not
-        supported, else an :class:`AttributeError`.
-        """
-        if name not in (elastic or ("elastic",)):
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise ConfigError(
-            "hvd.elastic is not supported: bpsx does not restart workers on its own. When a worker"
-            " is lost, all others raise bpsx.PeerLostError, and torchrun --max-restarts starts the"
-            " job again, from a checkpoint. For a planned change of size, call"
-            f' {self._framework.module}.suspend() and resume(). See the table "From Horovod" in'
-            " docs/start/migrating.md"
-        )
 
     def how_to(
         self, verb: str, op: Any, average: Any, prescale: Any, postscale: Any, process_set: Any

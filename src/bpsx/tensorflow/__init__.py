@@ -56,6 +56,8 @@ from bpsx.tensorflow.variables import (
     broadcast_variables,
 )  # noqa: E402
 
+from bpsx.tensorflow import elastic  # noqa: E402  isort: skip
+
 _show_interrupts()
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "broadcast_variables",
+    "elastic",
     "get_pushpull_speed",
     "handle_average_backwards_compatibility",
     "init",

@@ -25,9 +25,10 @@ from bpsx.tensorflow.sparse import sum_of_slices
 
 #: What a worker with a gradient adds to the count of them: more than there can be workers.
 _USED = 2**16
-#: By session: whether a source has sparse gradients (tf.IndexedSlices) on some worker, and dense
-#: ones on none, where that is known. The same on all workers.
-_sparse: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
+#: By session: how often workers had joined; and whether a source has sparse gradients
+#: (tf.IndexedSlices) on some worker, and dense ones on none, where that is known. The same on all
+#: workers.
+_sparse: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, bool]]] = weakref.WeakKeyDictionary()
 
 
 class Exchange(GradientExchange):
@@ -242,7 +243,11 @@ def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
 
     Workers exchange this where it is not known yet.
     """
-    known = _sparse.setdefault(adapter.session(), {})
+    session = adapter.session()
+    since, known = _sparse.get(session, (-1, {}))
+    if since != session.entries:
+        known = {}
+        _sparse[session] = session.entries, known
     unknown = [i for i in _order_of(wires) if wires[i] not in known]
     if unknown:
         is_sparse = [isinstance(gradients[i], tf.IndexedSlices) for i in unknown]

@@ -4,7 +4,7 @@ All workers must mean the same by a name, and have the same values. Python sees 
 function when it is traced, and no later step. So workers compare during tracing, and wait for each
 other. A graph of TensorFlow 1 compares when a session executes it. A job may have processes of an
 earlier job, which may have kept traced functions and graphs; such a job compares only in eager
-code.
+code. So does a job that workers have joined while it ran, since the others do not trace again.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ _jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()  # by 
 
 
 class _Job:
-    """Comparison state of a job: compared names, permanent errors, and doubts to compare again."""
+    """Comparison state of a job: compared names, permanent errors, and doubts to compare again.
 
-    def __init__(self) -> None:
+    All begin anew when workers have joined the job.
+    """
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
         self.known: set[str] = set()
         self.fatal: dict[str, str] = {}  # errors, by name
         self.doubts: list[Doubt] = []
@@ -51,7 +55,7 @@ class Doubt:
 
     def __init__(self, subject: Subject, named: Mapping[str, Any]) -> None:
         self._subject, self._named = subject, dict(named)
-        self._steps = 0
+        self._steps, self._entries = 0, adapter.session().entries
         self._lock = threading.Lock()
 
     @property
@@ -70,6 +74,8 @@ class Doubt:
             if self._steps < 2 or self.is_over:
                 return
             named, self._named = self._named, {}
+        if adapter.session().entries != self._entries:
+            return  # a worker that has joined meanwhile does not compare
         try:
             _, problem = self._subject.compare(
                 f"{min(named)}, again", 1, TENSORFLOW.digest_of(named)
@@ -139,12 +145,15 @@ def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:
         return []
     named = dict(zip(names_of(sources), sources, strict=True))
     with _lock:
-        job = _jobs.setdefault(session, _Job())
+        job = _jobs.get(session)
+        if job is None or job.entries != session.entries:
+            job = _jobs[session] = _Job(session.entries)
         new = {name: named[name] for name in named.keys() - job.known}
         job.known.update(new)
+    only_eager = session.continued or session.entries
     if in_graph:
-        return [GraphSteps(verb, new)] if new and not session.continued else []
-    if new and (tf.executing_eagerly() or not session.continued):
+        return [GraphSteps(verb, new)] if new and not only_eager else []
+    if new and (tf.executing_eagerly() or not only_eager):
         _compare(job, verb, new)
     for name in job.fatal.keys() & named.keys():
         raise MismatchError(job.fatal[name])
@@ -187,7 +196,7 @@ def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
     try:
         refusal, problem = subject.compare(
             min(named),
-            meaning_of_all(named, session.continued),
+            meaning_of_all(named, bool(session.continued or session.entries)),
             TENSORFLOW.digest_of(named) if checks != "off" else 0,
         )
     except PeerLostError:  # the exchange fails, too, with TensorFlow's own error

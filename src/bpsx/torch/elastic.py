@@ -109,15 +109,13 @@ class State(elastic.State):
         return found
 
 
-class TorchState(State):
+class TorchState(State, elastic.PartsState):
     """Models, optimizers, samplers and other values that all workers have to agree on.
 
     ``model``: an :class:`torch.nn.Module`; ``optimizer``: an optimizer, also a
     :class:`bpsx.torch.DistributedOptimizer`. Both may also be among ``more``, as may an
-    :class:`ElasticSampler`, under any names.
+    :class:`ElasticSampler`, under any names. Samplers learn what all workers have processed.
     """
-
-    _OWN = (*State._OWN, "_parts", "_kept")
 
     def __init__(
         self,
@@ -133,37 +131,21 @@ class TorchState(State):
                 f"TorchState: optimizer is {type(optimizer).__name__}; expected an Optimizer"
             )
         parts = {name: part for name, part in {**given, **more}.items() if _is_part(part)}
-        self._parts: dict[str, Any] = parts
-        self._kept: dict[str, Any] = {}
-        for name, part in parts.items():
-            setattr(self, name, part)
-        super().__init__(**{name: value for name, value in more.items() if name not in parts})
+        super().__init__(parts, {n: value for n, value in more.items() if n not in parts})
 
-    def save(self) -> None:
-        """Keep a copy of all values, for :meth:`restore`; on the devices on which they are."""
-        super().save()
-        self._kept = {n: copy.deepcopy(part.state_dict()) for n, part in self._parts.items()}
+    def _copied(self, part: Any) -> Any:
+        return copy.deepcopy(part.state_dict())
 
-    def restore(self) -> None:
-        """Go back to what was saved last."""
-        super().restore()
-        for name, state in self._kept.items():
-            self._parts[name].load_state_dict(copy.deepcopy(state))
+    def _put_back(self, part: Any, kept: Any) -> None:
+        part.load_state_dict(copy.deepcopy(kept))
 
-    def sync(self) -> None:
-        """Get all from rank 0, which has been in the job for longest; then save it.
-
-        Samplers learn what all workers have processed. All workers must call it. Raises as the
-        broadcasts do.
-        """
-        for name, part in self._parts.items():
-            if isinstance(part, torch.nn.Module):
-                broadcast_parameters(part.state_dict(), 0, prefix=f"elastic.{name}.")
-            elif isinstance(part, torch.optim.Optimizer):
-                broadcast_optimizer_state(part, 0, prefix=f"elastic.{name}.")
-            else:
-                part._merge(f"elastic.{name}")
-        super().sync()
+    def _send(self, name: str, part: Any) -> None:
+        if isinstance(part, torch.nn.Module):
+            broadcast_parameters(part.state_dict(), 0, prefix=f"{name}.")
+        elif isinstance(part, torch.optim.Optimizer):
+            broadcast_optimizer_state(part, 0, prefix=f"{name}.")
+        else:
+            part._merge(name)
 
     def regroup(self) -> None:
         """Let samplers divide what is left among the workers that are there now.

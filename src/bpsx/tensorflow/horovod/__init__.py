@@ -2,9 +2,9 @@
 
 It replaces ``import horovod.tensorflow as hvd``: the names of ``horovod.tensorflow`` 0.28, with its
 arguments, order and defaults, built on :mod:`bpsx.tensorflow`. Features that summation servers lack
-(Adasum, process sets of some of the workers, elastic) raise a :class:`~bpsx.errors.ConfigError`
-that names the alternative. Questions about MPI, gloo, NCCL and the like return False: none of them
-is in use. docs/start/migrating.md lists all names.
+(Adasum, process sets of some of the workers) raise a :class:`~bpsx.errors.ConfigError` that names
+the alternative. Questions about MPI, gloo, NCCL and the like return False: none of them is in use.
+docs/start/migrating.md lists all names.
 
 Thread-safety is that of :mod:`bpsx.tensorflow`.
 """
@@ -28,6 +28,7 @@ from bpsx.plugin.horovod import (
     start_timeline,
     stop_timeline,
 )
+from bpsx.tensorflow import elastic
 from bpsx.tensorflow.compression import Compression
 from bpsx.tensorflow.horovod.gathers import (
     allgather,
@@ -43,7 +44,6 @@ from bpsx.tensorflow.horovod.job import (
     join,
     local_rank_op,
     local_size_op,
-    missing,
     process_set_included_op,
     rank_op,
     remove_process_set,
@@ -103,6 +103,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -140,4 +141,4 @@ def __getattr__(name: str) -> Any:
     if name in ("SyncBatchNormalization", "keras"):  # Keras takes seconds to import
         module = _import_module("bpsx.tensorflow.keras.horovod")
         return module if name == "keras" else module.SyncBatchNormalization
-    return missing(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ _NOT_INITIALIZED = -1
 HOROVOD = Horovod(TENSORFLOW, verbs.init)
 init, barrier = HOROVOD.init, HOROVOD.barrier
 add_process_set, remove_process_set = HOROVOD.add_process_set, HOROVOD.remove_process_set
-check_process_set, missing = HOROVOD.check_process_set, HOROVOD.missing
+check_process_set = HOROVOD.check_process_set
 
 
 @verb

@@ -23,7 +23,7 @@ from bpsx.tensorflow import (
     size,
     suspend,
 )
-from bpsx.tensorflow.keras import callbacks
+from bpsx.tensorflow.keras import callbacks, elastic
 from bpsx.tensorflow.keras.optimizer import DistributedOptimizer
 from bpsx.tensorflow.keras.saving import load_model
 from bpsx.tensorflow.keras.verbs import broadcast, push_pull
@@ -38,6 +38,7 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "get_pushpull_speed",
     "init",
     "join",

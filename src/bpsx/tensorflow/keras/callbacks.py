@@ -13,6 +13,7 @@ from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_root
 from bpsx.system.tracebacks import public_methods
+from bpsx.tensorflow import elastic
 from bpsx.tensorflow.ops import broadcast, push_pull
 from bpsx.tensorflow.variables import broadcast_variables
 
@@ -23,8 +24,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     The model's and the optimizer's variables are broadcast, but not the states of random
     generators: workers must not all drop the same units. A model that is built by its first batch
-    gets them after that batch. ``device`` is BytePS's and ignored. Raises
-    :class:`~bpsx.errors.ConfigError`.
+    gets them after that batch. The model of an elastic state is left to that state. ``device`` is
+    BytePS's and ignored. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -56,13 +57,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._broadcast()
 
     def _broadcast(self) -> None:
-        if not self.broadcast_done:
+        if not self.broadcast_done and self.model not in elastic.models:
             optimizer = self.model.optimizer
             found = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
             wanted = [
                 v
                 for v in found
-                if not v.path.endswith("seed_generator_state")
+                if not v.path.endswith(elastic.SEED)
                 and id(getattr(v, "_value", v)) not in self._kept
             ]
             broadcast_variables(wanted, self.root_rank)

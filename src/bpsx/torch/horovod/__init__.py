@@ -11,8 +11,6 @@ Thread-safety is that of :mod:`bpsx.torch`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from bpsx.api.verbs import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import BpsxError as HorovodInternalError
 from bpsx.plugin.horovod import (
@@ -42,7 +40,7 @@ from bpsx.torch.horovod.gathers import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from bpsx.torch.horovod.job import add_process_set, barrier, init, join, missing, remove_process_set
+from bpsx.torch.horovod.job import add_process_set, barrier, init, join, remove_process_set
 from bpsx.torch.horovod.pending import poll, synchronize
 from bpsx.torch.horovod.reductions import (
     allreduce,
@@ -145,7 +143,3 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    missing(__name__, name)

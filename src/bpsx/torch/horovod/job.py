@@ -15,7 +15,7 @@ HOROVOD = Horovod(
 )
 init, barrier = HOROVOD.init, HOROVOD.barrier
 add_process_set, remove_process_set = HOROVOD.add_process_set, HOROVOD.remove_process_set
-check_process_set, missing = HOROVOD.check_process_set, HOROVOD.missing
+check_process_set = HOROVOD.check_process_set
 
 
 @public

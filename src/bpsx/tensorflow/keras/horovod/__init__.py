@@ -8,8 +8,6 @@ are refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 from bpsx.tensorflow.horovod import (
     Adasum,
     Average,
@@ -42,7 +40,7 @@ from bpsx.tensorflow.horovod import (
     start_timeline,
     stop_timeline,
 )
-from bpsx.tensorflow.horovod.job import missing
+from bpsx.tensorflow.keras import elastic
 from bpsx.tensorflow.keras.horovod import callbacks
 from bpsx.tensorflow.keras.horovod.batch_norm import SyncBatchNormalization
 from bpsx.tensorflow.keras.horovod.optimizer import (
@@ -74,6 +72,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -95,7 +94,3 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    missing(__name__, name)

@@ -9,16 +9,23 @@ import keras
 
 from bpsx.errors import ConfigError
 from bpsx.plugin import adapter
-from bpsx.tensorflow.horovod.job import missing
 from bpsx.tensorflow.keras import callbacks as ours
 from bpsx.tensorflow.keras.callbacks import MetricAverageCallback
+from bpsx.tensorflow.keras.elastic import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "CommitStateCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
 ]
 
 
@@ -140,13 +147,3 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
                 " use keras.callbacks.ModelCheckpoint(path, save_best_only=True)"
             )
         super().on_train_begin(logs)
-
-
-def __getattr__(name: str) -> Any:
-    missing(
-        __name__,
-        name,
-        "CommitStateCallback",
-        "UpdateBatchStateCallback",
-        "UpdateEpochStateCallback",
-    )
