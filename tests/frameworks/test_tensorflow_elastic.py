@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -94,8 +95,9 @@ RUNS = {"eager": "step", "graph": "tf.function(step)"}
 
 
 def training(parts: str, run: str, env: dict[str, str], **more) -> Job:
-    """``check_weights``: all compare their weights in the first step after a worker has joined."""
-    env = {**QUIET, **env}
+    # Keras builds the model of these tests in the first step, so the weights differ there.
+    checks = {"BPSX_CHECK_WEIGHTS": "warn" if parts == KERAS else "error"}
+    env = {**QUIET, **env, **checks}
     return Job(HEAD + parts + TRAINING.format(run=RUNS[run]), env=env, **more)
 
 
@@ -133,3 +135,174 @@ def test_with_replace_no_step_is_made_with_fewer(parts, run):
         assert begun[0] == 1 < begun[1]
         trains = [r for r in job.workers[1].reports() if r[0] == "train"]
         assert [r[2] for r in trains] == [2, 2] and trains[1][1] == 0
+
+
+def test_rank_0_is_lost_while_it_sends_the_model():
+    """Whoever has the model then goes on, and sends it to the newcomer, which has built it."""
+    source = HEAD + KERAS + TRAINING.format(run=RUNS["graph"])
+    source = source.replace(
+        "train(state)\nreport",
+        """
+if bps.rank() == 0:
+    copies = bps.elastic.copies
+    def send(*args):
+        if state.step > 4:  # not at the beginning
+            report(["sends"])
+            time.sleep(60)
+        return copies(*args)
+    bps.elastic.copies = send
+train(state)
+report""",
+    )
+    with Job(source, workers=3, servers=2, env={**QUIET, **SHRINK}) as job:
+        job.workers[0].wait_for_line('["step", 5]')
+        job.workers[2].signal(signal.SIGKILL)
+        job.workers[1].wait_for_line('["reset", 1, 2]')
+        job.start_worker(2)
+        job.workers[0].wait_for_line('["sends"]')
+        job.workers[0].signal(signal.SIGKILL)
+        first, second = ends(job, 1, 3)
+        assert first[2:4] == second[2:4] == [2, 60]
+        check_commits(job, 1, 3)
+
+
+LOST_SENDER = """
+share = {run}(lambda x: bps.broadcast(x, 0, name="shared"))
+
+@bps.elastic.run
+def train(state):
+    report(["train", bps.rank(), bps.size(), state.step, float(weights[0][0, 0])])
+    while state.step < 12:
+        if state.step == 6 and bps.size() == 3:
+            state.step += 100
+            weights[0].assign(tf.zeros((4, 300)))
+            if bps.rank() == 0:
+                report(["sends"])
+                time.sleep(60)
+            share(tf.ones(3))
+        state.step += 1
+        state.commit()
+
+train(state)
+report(["end", bps.rank(), bps.size(), state.step, crc(weights)])
+bps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("run", ["", "tf.function"])
+def test_all_go_back_to_the_last_commit_if_a_sender_is_lost(run):
+    source = HEAD + PLAIN + LOST_SENDER.format(run=run)
+    with Job(source, workers=3, env={**QUIET, **SHRINK}) as job:
+        job.workers[0].wait_for_line('["sends"]')
+        job.workers[0].signal(signal.SIGKILL)
+        first, second = ends(job, 1, 2)
+        assert [r[1:4] for r in (first, second)] == [[0, 2, 12], [1, 2, 12]]
+        assert first[4] == second[4]
+        for worker in job.workers[1:]:
+            before, after = worker.reports()[:2]
+            assert before[2:4] == [3, 0] and after[2:4] == [2, 6] and after[4] == before[4] != 0.0
+
+
+WRONG = """
+import keras
+import bpsx.tensorflow.horovod as hvd
+import bpsx.keras as bps_k
+
+v, model = tf.Variable(1.0), keras.Sequential([keras.layers.Dense(1)])
+state = bps_k.elastic.KerasState(model, batch=0)
+inner = keras.optimizers.SGD(0.1)
+other = keras.Sequential([keras.layers.Dense(1)])
+other.compile(keras.optimizers.LossScaleOptimizer(inner))
+whole = bps_k.elastic.KerasState(other, inner)
+report([
+    hvd.elastic is bps.elastic,
+    hvd.keras.elastic is bps_k.elastic is bps.keras.elastic,
+    hvd.keras.callbacks.CommitStateCallback is bps_k.elastic.CommitStateCallback,
+    whole.optimizer is other.optimizer,
+    state.optimizer is None,
+])
+calls = [
+    lambda: bps.elastic.TensorFlowState(),
+    lambda: bps.elastic.TensorFlowState(v),
+    lambda: bps.elastic.TensorFlowState([v, 3]),
+    lambda: bps.elastic.TensorFlowState([v], session=3),
+    lambda: bps.elastic.TensorFlowState([v], commit=3),
+    lambda: tf.function(lambda: bps.elastic.TensorFlowState([v]), autograph=False)(),
+    lambda: bps.elastic.TensorFlowKerasState(3),
+    lambda: bps.elastic.TensorFlowKerasState(model, "sgd"),
+    lambda: bps_k.elastic.KerasState(model, _parts=1),
+    lambda: bps_k.elastic.CommitStateCallback(model),
+    lambda: bps_k.elastic.CommitStateCallback(state, 0),
+    lambda: bps_k.elastic.UpdateEpochStateCallback(state),
+]
+for call in calls:
+    try:
+        call()
+    except bpsx.ConfigError as e:
+        report(str(e))
+bps.shutdown()
+"""
+SAID = [
+    "TensorFlowState: variables is NoneType; expected a list of variables",
+    "TensorFlowState: variables is ResourceVariable; expected a list of variables",
+    "TensorFlowState: element 1 of variables is int; expected a variable",
+    "TensorFlowState: session is int; expected None",
+    "TensorFlowState: 'commit' cannot be the name of a value, as TensorFlowState itself has it",
+    "TensorFlowState: it must be made in eager code",
+    "TensorFlowKerasState: model is int; expected a keras.Model",
+    "TensorFlowKerasState: optimizer is str; expected an optimizer of Keras 3",
+    "KerasState: '_parts' cannot be the name of a value",
+    "CommitStateCallback: state is Sequential; expected a KerasState",
+    "CommitStateCallback: batches_per_commit=0: expected an integer from 1",
+    "UpdateEpochStateCallback: the state has no value 'epoch'; give it epoch=0",
+]
+
+
+def test_wrong_arguments_and_horovods_names():
+    with Job(HEAD + WRONG, workers=1, alone=True, env=QUIET) as job:
+        assert job.workers[0].wait() == 0, job.workers[0].text()
+        names, *errors = [json.loads(line) for line in job.workers[0].lines]
+        assert names == [True] * 5
+        assert [said for said, e in zip(SAID, errors, strict=True) if not e.startswith(said)] == []
+
+
+DIFFERENT = """
+import keras
+
+rank = bps.rank()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="d", use_bias=rank == 0)])
+states = [
+    bps.elastic.TensorFlowKerasState(model),
+    bps.elastic.TensorFlowState([tf.Variable(tf.zeros(3 + rank), name="v")]),
+]
+for state in states:
+    try:
+        state.sync()
+        report("equal")
+    except bpsx.ConfigError as e:
+        report(str(e))
+        break
+bps.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (
+            "states",
+            "TensorFlowKerasState: model has 1 variables here and 2 on rank 0. All workers must"
+            " make the same",
+        ),
+        (
+            "states[1:]",
+            "TensorFlowState: variables has 1 variables here and 1 on rank 0: number 0 is v:0"
+            " float32 of shape (4,) here and v:0 float32 of shape (3,) there. All workers must"
+            " make the same",
+        ),
+    ],
+)
+def test_a_worker_with_other_variables_is_told(states, said):
+    source = HEAD + DIFFERENT.replace("in states:", f"in {states}:")
+    with Job(source, workers=2, env=QUIET) as job:
+        job.workers[1].wait_for_line(said)

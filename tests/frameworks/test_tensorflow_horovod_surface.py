@@ -333,11 +333,6 @@ def refused_training() -> list[Refusal]:
         (lambda: callbacks.LearningRateWarmupCallback(None), "initial_lr=None"),
         (lambda: callbacks.LearningRateScheduleCallback(0.1, "a"), "multiplier='a'"),
         (lambda: callbacks.BroadcastGlobalVariablesCallback(0, "", [3]), "3 is not a variable"),
-        *[
-            (lambda m=m: m.elastic, r"hvd\.elastic is not supported.*docs/start/migrating\.md")
-            for m in (hvd, hvd_k)
-        ],
-        (lambda: callbacks.CommitStateCallback, r"hvd\.elastic is not supported"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +170,44 @@ def test_run_goes_back_to_the_last_commit_after_a_broadcast_has_failed(changes):
 
     train(state)
     assert tries == [[1], [1]]
+
+
+class Foreign(Exception):
+    """An error of a framework, in whose text is one of bpsx."""
+
+
+class Framed(Local):
+    _FOREIGN = (Foreign,)
+
+
+def test_run_knows_a_lost_sender_in_a_frameworks_error(changes):
+    lost = Foreign("{{node x}} PeerLostError: worker 0 is gone [Op:BpsxBroadcast]")
+    others = [Foreign("MismatchError: other shapes"), ValueError(f"not by the framework: {lost}")]
+    for error in (lost, *others):
+        state, tries = Framed(step=1), []
+
+        @plugin.run
+        def train(state, error=error, tries=tries):
+            tries.append(state.step)
+            if len(tries) == 1:
+                state.step = 5
+                raise error
+
+        with nullcontext() if error is lost else pytest.raises(type(error), match="."):
+            train(state)
+        assert tries == ([1, 1] if error is lost else [1])
+
+
+@pytest.mark.parametrize("error", [PeerLostError("gone"), Foreign("PeerLostError: gone")])
+def test_run_raises_the_end_of_the_job(monkeypatch, error):
+    monkeypatch.setattr(plugin, "session", lambda: SimpleNamespace(failure="no server is left"))
+
+    @plugin.run
+    def train(state):
+        raise error
+
+    with pytest.raises(type(error), match="gone"):
+        train(Framed(step=1))
 
 
 def test_run_needs_a_state(changes):

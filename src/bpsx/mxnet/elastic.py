@@ -62,6 +62,8 @@ class TrainerState(State, elastic.PartsState):
     is not known here gets it from rank 0. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
+    trainer: DistributedTrainer
+
     def __init__(
         self, trainer: DistributedTrainer, params: Mapping[str, Any] | None = None, **more: Any
     ) -> None:
@@ -105,19 +107,20 @@ class TrainerState(State, elastic.PartsState):
             put_back(part._optimizer, part._updaters, part._decay, states)
 
     def _send(self, name: str, part: Any) -> None:
-        parameters = _parameters_of(part)
-        self._agree(name, parameters)
+        complete = self._agree(name, _parameters_of(part))
         if part is not self.trainer:
             return
         optimizer = part._optimizer
         optimizer.lr = broadcast_object(optimizer.lr, 0, f"{name}.lr", _ARRAYS)
-        # Parameters without a shape have no state, and are the same on all workers.
-        if all(map(_is_known, parameters)):
+        if complete:  # otherwise there has been no step, so the optimizer has no state
             part.take_states(0)
             mx.nd.waitall()
 
-    def _agree(self, name: str, parameters: list[Any]) -> None:
-        """Give ``parameters`` rank 0's shapes and values. Waits until they are there."""
+    def _agree(self, name: str, parameters: list[Any]) -> bool:
+        """Give ``parameters`` rank 0's shapes and values, and wait until they are there.
+
+        Returns whether rank 0 knows all shapes.
+        """
         own = [_shape_of(p) for p in parameters]
         told = broadcast_object(own, 0, f"{name}.shapes", _ARRAYS)
         if len(told) != len(own):
@@ -134,6 +137,7 @@ class TrainerState(State, elastic.PartsState):
             sent += parameter.list_data()
         for array in sent:
             array.wait_to_read()
+        return None not in told
 
     def _initialize(self, parameter: Any, told: list[Any]) -> None:
         dtype, shape = told[0], tuple(told[1])
@@ -160,7 +164,7 @@ def _is_known(parameter: Any) -> bool:
 
 
 def _dtype_of(parameter: Any) -> str:
-    return np.dtype(parameter.dtype).name
+    return str(np.dtype(parameter.dtype).name)
 
 
 def _shape_of(parameter: Any) -> list[Any] | None:

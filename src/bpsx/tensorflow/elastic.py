@@ -78,7 +78,7 @@ class TensorFlowState(_VariablesState):
                 f"{what}: session is {type(session).__name__}; expected None, as elastic training"
                 " works in eager code, not in sessions of TensorFlow 1"
             )
-        if isinstance(variables, (str, bytes)) or not isinstance(variables, Iterable):
+        if _is_variable(variables) or not isinstance(variables, Iterable):
             raise ConfigError(
                 f"{what}: variables is {type(variables).__name__}; expected a list of variables:"
                 " eager code has no collection of all variables"
@@ -107,6 +107,9 @@ class TensorFlowKerasState(_VariablesState):
     """
 
     _OWN = (*_VariablesState._OWN, "_late")
+
+    model: Any
+    optimizer: Any
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **more: Any) -> None:
         import keras  # takes seconds, and has been imported where there is a model

@@ -47,7 +47,7 @@ class _OfState(keras.callbacks.Callback):  # type: ignore[misc]
             raise ConfigError(
                 f"{type(self).__name__}: state is {type(state).__name__}; expected a KerasState"
             )
-        self.state = state
+        self.state: Any = state
 
 
 class _Counting(_OfState):

@@ -1,0 +1,134 @@
+"""Training with bpsx.keras.elastic and ``fit``: workers are lost and join, and no batch is lost."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from support.jobs import Job
+from support.tensorflow_job import QUIET
+from support.worker_deaths import REPLACE, SHRINK, check_commits, ends
+
+pytestmark = pytest.mark.timeout(300)
+TRAINING = """
+import time, zlib
+import numpy as np, keras, tensorflow as tf
+import bpsx, bpsx.keras as bps
+
+tf.config.threading.set_inter_op_parallelism_threads(2)
+tf.config.threading.set_intra_op_parallelism_threads(1)
+bps.init()
+tf.random.set_seed(bps.rank())  # so that only the sync makes weights equal
+{head}
+model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
+model.compile(bps.DistributedOptimizer({optimizer}), "mse")
+x = np.random.default_rng(bps.rank()).normal(size=(64, 4)).astype("float32")
+data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).repeat().batch(8)
+
+def crc(variables):
+    parts = [v for v in variables if not v.path.endswith("seed_generator_state")]
+    return zlib.crc32(b"".join(tf.convert_to_tensor(v).numpy().tobytes() for v in parts))
+
+class Said(bps.elastic.KerasState):
+    def commit(self):
+        try:
+            super().commit()
+        finally:
+            weights, moments = crc(model.variables), crc(model.optimizer.variables)
+            report(["commit", 15 * self.epoch + self.batch, weights, moments])
+            time.sleep(0.02)
+
+state = Said(model, epoch=0, batch=0)
+state.register_reset_callbacks([lambda: report(["reset", bps.rank(), bps.size()])])
+callbacks = [
+    bps.callbacks.BroadcastGlobalVariablesCallback(0),  # the state does it, also for newcomers
+    bps.elastic.UpdateEpochStateCallback(state),
+    bps.elastic.UpdateBatchStateCallback(state),
+    bps.elastic.CommitStateCallback(state),
+]
+
+@bps.elastic.run
+def train(state):
+    report(["train", bps.rank(), bps.size(), state.epoch, state.batch])
+    while state.epoch < 4:
+        rest = {{"initial_epoch": state.epoch, "epochs": state.epoch + 1}}
+        model.fit(data, steps_per_epoch=15 - state.batch, callbacks={order}, verbose=0, **rest)
+
+train(state)
+report(["end", bps.size(), state.epoch, state.batch, int(model.optimizer.iterations)])
+bps.shutdown()
+"""
+SGD = {"head": "", "optimizer": "keras.optimizers.SGD(0.01, momentum=0.9)"}
+#: compile() puts a LossScaleOptimizer around the optimizer.
+HALF = {
+    "head": 'keras.config.set_dtype_policy("mixed_float16")',
+    "optimizer": "keras.optimizers.Adam(0.01)",
+}
+
+
+def test_a_worker_is_lost_and_another_joins():
+    source = TRAINING.format(**SGD, order="callbacks")
+    with Job(source, workers=3, servers=2, env={**QUIET, **SHRINK}) as job:
+        job.workers[0].wait_for_line('["commit", 20,')
+        job.workers[1].signal(signal.SIGKILL)
+        for survivor, rank in ((0, 0), (2, 1)):
+            job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
+        job.start_worker(1)
+        # 60 batches in 4 epochs of 15: none was made twice or left out.
+        assert ends(job, 0, 2, 3) == [["end", 3, 4, 0, 60]] * 3
+        begun = check_commits(job, 0, 2, 3)
+        assert begun[:2] == [1, 1] and begun[2] > 20
+        trains = [[r for r in job.workers[i].reports() if r[0] == "train"] for i in (0, 2, 3)]
+        assert len(trains[0]) == 3 and [r[2:] for r in trains[0]] == [r[2:] for r in trains[1]]
+        # fit() goes on at the batch after which the newcomer has entered.
+        assert trains[2][0][2:] == trains[0][2][2:]
+        assert 15 * trains[2][0][3] + trains[2][0][4] == begun[2] - 1
+
+
+def test_commits_come_first_and_scale_the_loss():
+    """The callback that commits has the others count before, wherever it is in the list."""
+    source = TRAINING.format(**HALF, order="callbacks[::-1]")
+    with Job(source, workers=2, env={**QUIET, **REPLACE}) as job:
+        job.workers[0].wait_for_line('["commit", 20,')
+        job.workers[0].signal(signal.SIGKILL)
+        job.start_worker(0)
+        ended = ends(job, 1, 2)
+        assert ended[0] == ended[1] and ended[0][:4] == ["end", 2, 4, 0]
+        assert check_commits(job, 1, 2)[0] == 1
+        commits = [r[1] for r in job.workers[1].reports() if r[0] == "commit"]
+        assert commits == list(range(1, 61))
+
+
+RESTORE = """
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.1), keras.layers.Dense(2)])
+model.compile(keras.optimizers.Adagrad(0.1), "mse")
+state = bps.elastic.KerasState(model, epoch=1, seen=[1])
+x = np.ones((8, 4), "float32")
+
+def all_of():
+    found = [*model.variables, *model.optimizer.variables]
+    return [crc(found), len(found), float(model.optimizer.learning_rate)]
+
+report(all_of())
+model.fit(x, x[:, :2], verbose=0)
+model.optimizer.learning_rate = 0.5
+state.epoch = 2
+state.seen.append(2)
+report(all_of())
+state.restore()
+report(all_of())
+report([state.epoch, state.seen])
+bps.shutdown()
+"""
+
+
+def test_restore_goes_back_to_what_was_saved():
+    """Also to the first values of slots, which are not zeros: the state builds the optimizer."""
+    source = TRAINING.format(**SGD, order="callbacks")
+    begin, _ = source.split("state = Said(")
+    with Job(begin + RESTORE, workers=1, alone=True, env=QUIET) as job:
+        assert job.workers[0].wait() == 0, job.workers[0].text()
+        before, changed, after, values = job.workers[0].reports()
+        assert before == after and before[0] != changed[0] and before[1] == changed[1] == 7
+        assert [before[2], changed[2]] == pytest.approx([0.1, 0.5]) and values == [1, [1]]
