@@ -29,6 +29,7 @@ FILES = {
     "checkpoint",
     "names",
     "startup",
+    "elastic",
 }
 #: Verbs that a plugin passes on unchanged.
 VERBS = {"init", "join", "rank", "shutdown", "size"}
