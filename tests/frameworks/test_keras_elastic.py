@@ -102,8 +102,10 @@ def test_commits_come_first_and_scale_the_loss():
 
 RESTORE = """
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.1), keras.layers.Dense(2)])
-model.compile(keras.optimizers.Adagrad(0.1), "mse")
 state = bps.elastic.KerasState(model, epoch=1, seen=[1])
+assert state.optimizer is None
+model.compile(keras.optimizers.Adagrad(0.1), "mse")
+state.sync()
 x = np.ones((8, 4), "float32")
 
 def all_of():

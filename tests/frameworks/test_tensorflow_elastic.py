@@ -167,11 +167,14 @@ report""",
 
 
 LOST_SENDER = """
+import bpsx.tensorflow.horovod as hvd
+
 share = {run}(lambda x: bps.broadcast(x, 0, name="shared"))
+workers = {run}(lambda: hvd.size_op())
 
 @bps.elastic.run
 def train(state):
-    report(["train", bps.rank(), bps.size(), state.step, float(weights[0][0, 0])])
+    report(["train", bps.rank(), int(workers()), state.step, float(weights[0][0, 0])])
     while state.step < 12:
         if state.step == 6 and bps.size() == 3:
             state.step += 100

@@ -97,8 +97,8 @@ class TensorFlowKerasState(_VariablesState):
     """A Keras model, its optimizer and other values that all workers have to agree on.
 
     ``model``: a :class:`keras.Model`. ``optimizer``: of Keras, also a distributed one; by default
-    that with which the model is compiled. ``backend`` is Horovod's and ignored. Variables may also
-    be among ``more``, under any names.
+    that with which the model is compiled, now or later. ``backend`` is Horovod's and ignored.
+    Variables may also be among ``more``, under any names.
 
     A model that has been built on rank 0 and not here is built by :meth:`sync`, with rank 0's
     shapes; so is the optimizer. If rank 0's has not been built either, all get rank 0's weights in
@@ -106,7 +106,7 @@ class TensorFlowKerasState(_VariablesState):
     generators stay each worker's own. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
-    _OWN = (*_VariablesState._OWN, "_late")
+    _OWN = (*_VariablesState._OWN, "_late", "_compiled")
 
     model: Any
     optimizer: Any
@@ -129,9 +129,7 @@ class TensorFlowKerasState(_VariablesState):
         if optimizer is None or getattr(compiled, "inner_optimizer", None) is optimizer:
             optimizer = compiled
         parts = {"model": model, "optimizer": optimizer, **_single(more)}
-        if optimizer is None:
-            del parts["optimizer"]
-            self.optimizer = None
+        self._compiled = optimizer is compiled
         models.add(model)
         super().__init__(parts, _plain(more))
 
@@ -143,15 +141,27 @@ class TensorFlowKerasState(_VariablesState):
 
     def save(self) -> None:
         """Keep a copy of all, for :meth:`restore`; on the devices on which they are."""
+        self._take_compiled()
+        super().save()
+
+    def sync(self) -> None:
+        """As :meth:`bpsx.plugin.elastic.PartsState.sync`; builds what is built on rank 0."""
+        self._take_compiled()
+        super().sync()
+
+    def _take_compiled(self) -> None:
+        """Take the optimizer with which the model is compiled now, unless another was given."""
+        if not self._compiled:
+            return
         compiled = getattr(self.model, "optimizer", None)
+        self.optimizer = self._parts["optimizer"] = compiled
         if self.model.built and compiled is not None and not compiled.built:
             compiled.build(self.model.trainable_variables)  # as the first step of fit() does
-        super().save()
 
     def _send(self, name: str, part: Any) -> None:
         if part is self.model:
             self._build_model(name)
-        elif part is self.optimizer:
+        elif part is self.optimizer and part is not None:
             self._build_optimizer(name)
         if not self._late or part is not self.model:
             _agree(type(self).__name__, name, _variables_of(part), part is self.model)
@@ -232,8 +242,8 @@ def _plain(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variables_of(part: Any) -> list[Any]:
-    if isinstance(part, list):
-        return part
+    if isinstance(part, list) or part is None:
+        return part or []
     return [part] if _is_variable(part) else list(part.variables)
 
 
