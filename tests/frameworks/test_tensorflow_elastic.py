@@ -166,6 +166,84 @@ report""",
         check_commits(job, 1, 3)
 
 
+BUILT = """
+import keras
+from keras import layers
+
+def sequential():
+    inner = keras.Sequential([layers.Dense(2)])
+    return keras.Sequential([layers.Dense(3), layers.Dropout(0.5), inner])
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(1,), name="scale")
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(x) * self.scale
+
+class Several(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.dense = layers.Embedding(5, 3), layers.Dense(2)
+
+    def call(self, ids, more=None):
+        return self.dense(self.embedding(ids)) + self.dense(more)
+
+class Named(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x["a"]) + self.dense(x["b"])
+
+class Hidden(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.steps = layers.Dense(2), 0
+
+    def call(self, x, scale):
+        return self.dense(x * scale["by"])
+
+x = tf.ones((3, 4))
+cases = [
+    (sequential, x, {}),
+    (Own, x, {}),
+    (Several, tf.ones((3, 4), tf.int32), {"more": tf.ones((3, 4, 3))}),
+    (Named, {"a": x, "b": x}, {}),
+    (Hidden, x, {"scale": {"by": 2.0}}),
+]
+for make, given, more in cases:
+    model, optimizer = make(), bps.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    state = bps.elastic.TensorFlowKerasState(model, optimizer)
+    if bps.rank() == 0:
+        model(given, **more)
+        optimizer.build(model.trainable_variables)
+    try:
+        state.sync()
+    except bpsx.ConfigError as e:
+        report(str(e))
+        break
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(given, **more))
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    report([make.__name__, optimizer.built, crc(model.trainable_variables)])
+hear()
+"""
+
+
+def test_a_model_is_built_with_rank_0s_shapes_and_names():
+    with Job(HEAD + BUILT, workers=2, env={**QUIET, "BPSX_CHECK_WEIGHTS": "error"}) as job:
+        job.workers[1].wait_for_line("TensorFlowKerasState: model 'hidden' has been built on rank")
+        first, (*second, _) = (worker.reports() for worker in job.workers)
+        assert first[:4] == second and len(second) == 4
+
+
 LOST_SENDER = """
 import bpsx.tensorflow.horovod as hvd
 

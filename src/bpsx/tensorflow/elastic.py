@@ -169,7 +169,7 @@ class TensorFlowKerasState(_VariablesState):
     def _build_model(self, name: str) -> None:
         """Build the model if rank 0's has been built."""
         model = self.model
-        own = [len(model.variables), model.get_build_config()] if model.built else None
+        own = [len(model.variables), _untracked(model.get_build_config())] if model.built else None
         told = _told(f"{name}.build", own)
         self._late = told is None
         if told is None or model.built:
@@ -201,6 +201,17 @@ class TensorFlowKerasState(_VariablesState):
                 " optimizer.build(variables)"
             )
         optimizer.build([self.model.variables[i] for i in of])
+
+
+def _untracked(value: Any) -> Any:
+    """Return a model's build configuration without Keras' own containers and other objects."""
+    if isinstance(value, dict):
+        return {str(key): _untracked(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (
+            tuple(map(_untracked, value)) if isinstance(value, tuple) else [*map(_untracked, value)]
+        )
+    return value if isinstance(value, (int, float, str)) else None
 
 
 def _build(model: Any, config: dict[str, Any]) -> None:
