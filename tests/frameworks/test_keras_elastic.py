@@ -12,7 +12,7 @@ from support.worker_deaths import REPLACE, SHRINK, check_commits, ends
 
 pytestmark = pytest.mark.timeout(300)
 TRAINING = """
-import time, zlib
+import contextlib, time, zlib
 import numpy as np, keras, tensorflow as tf
 import bpsx, bpsx.keras as bps
 
@@ -21,8 +21,10 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 bps.init()
 tf.random.set_seed(bps.rank())  # so that only the sync makes weights equal
 {head}
-model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
-model.compile(bps.DistributedOptimizer({optimizer}), "mse")
+with {scope}:
+    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile({optimizer}, "mse")
 x = np.random.default_rng(bps.rank()).normal(size=(64, 4)).astype("float32")
 data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).repeat().batch(8)
 
@@ -56,19 +58,32 @@ def train(state):
         model.fit(data, steps_per_epoch=15 - state.batch, callbacks={order}, verbose=0, **rest)
 
 train(state)
-report(["end", bps.size(), state.epoch, state.batch, int(model.optimizer.iterations)])
+made = int(tf.convert_to_tensor(model.optimizer.iterations))
+report(["end", bps.size(), state.epoch, state.batch, made])
 bps.shutdown()
 """
-SGD = {"head": "", "optimizer": "keras.optimizers.SGD(0.01, momentum=0.9)"}
+SGD = {
+    "head": "",
+    "scope": "contextlib.nullcontext()",
+    "optimizer": "bps.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))",
+}
+#: The strategy exchanges the gradients.
+MIRRORED = {
+    "head": 'import bpsx.tensorflow as bps_t\nhere = ["CPU:0"]',
+    "scope": "bps_t.distribute.MirroredStrategy(here).scope()",
+    "optimizer": "keras.optimizers.SGD(0.01, momentum=0.9)",
+}
 #: compile() puts a LossScaleOptimizer around the optimizer.
 HALF = {
+    **SGD,
     "head": 'keras.config.set_dtype_policy("mixed_float16")',
-    "optimizer": "keras.optimizers.Adam(0.01)",
+    "optimizer": "bps.DistributedOptimizer(keras.optimizers.Adam(0.01))",
 }
 
 
-def test_a_worker_is_lost_and_another_joins():
-    source = TRAINING.format(**SGD, order="callbacks")
+@pytest.mark.parametrize("how", [SGD, MIRRORED], ids=["optimizer", "strategy"])
+def test_a_worker_is_lost_and_another_joins(how):
+    source = TRAINING.format(**how, order="callbacks")
     with Job(source, workers=3, servers=2, env={**QUIET, **SHRINK}) as job:
         job.workers[0].wait_for_line('["commit", 20,')
         job.workers[1].signal(signal.SIGKILL)

@@ -156,7 +156,8 @@ class TensorFlowKerasState(_VariablesState):
         compiled = getattr(self.model, "optimizer", None)
         self.optimizer = self._parts["optimizer"] = compiled
         if self.model.built and compiled is not None and not compiled.built:
-            compiled.build(self.model.trainable_variables)  # as the first step of fit() does
+            with self.model.distribute_strategy.scope():
+                compiled.build(self.model.trainable_variables)  # as the first step of fit() does
 
     def _send(self, name: str, part: Any) -> None:
         if part is self.model:
@@ -175,7 +176,7 @@ class TensorFlowKerasState(_VariablesState):
         if told is None or model.built:
             return
         count, config = told
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), model.distribute_strategy.scope():
             warnings.simplefilter("ignore")  # Keras warns if it fails; the error below says so
             _build(model, config or {})
         if len(model.variables) != count:
@@ -200,7 +201,8 @@ class TensorFlowKerasState(_VariablesState):
                 " variables that are not the model's. Build it here, too, before training:"
                 " optimizer.build(variables)"
             )
-        optimizer.build([self.model.variables[i] for i in of])
+        with self.model.distribute_strategy.scope():
+            optimizer.build([self.model.variables[i] for i in of])
 
 
 def _untracked(value: Any) -> Any:
