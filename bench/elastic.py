@@ -20,7 +20,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from bench import peers
+from bench import elastic_committed, peers
 from bench.jobs import TRANSPORTS, Job, ask_all, progress
 from bench.report import BenchError, Case, Draw, median_case
 
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WORKERS = 2
-CASES = ("server-gap", "silent-gap", "worker-gap", "replace", "scheduler-gap", "bits", "overhead")
+CASES = (
+    "server-gap",
+    "silent-gap",
+    "worker-gap",
+    "replace",
+    "scheduler-gap",
+    "committed",
+    "bits",
+    "overhead",
+)
 #: Model -> steps before a server is lost, and after.
 MODELS = {"digits": (60, 60), "large": (6, 6)}
 _INTERVAL, _TIMEOUT = 0.5, 2.0
@@ -49,6 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="transport between the processes (default: %(default)s)",
     )
     parser.add_argument("--runs", type=int, default=50, help="runs of the case bits (default: 50)")
+    parser.add_argument(
+        "--steps", type=int, default=500, help="steps of the case committed (default: 500)"
+    )
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=0.5,
+        help="seconds of the computation in these steps (default: 0.5)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="chooses servers and moments")
 
 
@@ -79,6 +97,12 @@ def run(options: argparse.Namespace) -> list[Case]:
     if "scheduler-gap" in wanted:
         away = 3.0 if options.quick else 10.0
         cases += [scheduler_gap(model, options.transport, away) for model in MODELS]
+    if "committed" in wanted:
+        steps = min(options.steps, 24 if options.quick else 10**6)
+        for every in elastic_committed.EVERY:
+            cases += elastic_committed.committed(
+                options.transport, rng, every, steps, options.step_seconds
+            )
     if "bits" in wanted:
         cases.append(bits(options.transport, rng, min(options.runs, 2 if options.quick else 10**6)))
     if "overhead" in wanted:
