@@ -1,57 +1,81 @@
-"""``bench chaos``: kill servers and schedulers of training jobs at random until the time is over.
+"""``bench chaos``: kill processes of training jobs, one after the other, until the time is over.
 
-A job begins with a few servers. Every 0.5 to 2 s one of them is killed, or the scheduler. Another
-server joins at once, another scheduler is started up to 2 s later. No step may take 10 s, and the
-weights must equal those of an undisturbed job.
+Every 0.5 to 2 s a worker, a server or the scheduler is killed. Another worker or server is started
+at once, another scheduler up to 2 s later. No step may take 10 s. In each step all workers must
+have the weights that follow from who was in its sums. In a job that loses no workers all must be
+in, so that the weights are those of an undisturbed job.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.jobs import TRANSPORTS, Job, progress
-from bench.plain_model import digest_after
+from bench.diary import Verdict
+from bench.jobs import TRANSPORTS, progress
+from bench.mortal_job import ROLES, MortalJob, Watch
 from bench.report import BenchError, Case
 
 #: Seconds between two deaths.
 EVERY = (0.5, 2.0)
 #: Most seconds for which a job has no scheduler.
 AWAY = 2.0
-#: The part of all deaths that are those of a scheduler.
-SCHEDULERS = 0.25
 #: Deaths in one job.
 DEATHS = 12
 #: Seconds that a step may take.
 LONGEST = 10.0
-_MODEL = "mixed"
-#: Steps that a job does at a time; a job ends with the first such block after its last death.
-_BLOCK = 50
+#: Seconds of the computation in a step.
+_COMPUTATION = 0.01
 _SECONDS = 120.0
 
 
 @dataclass
 class Course:
-    """What has happened so far.
+    """Sums over all jobs so far.
 
-    ``servers``, ``schedulers``: killed ones. ``longest``: of all steps, in seconds.
+    ``equal``: jobs without a fault. ``killed``, ``again``: processes by role. ``begun``,
+    ``counted``: steps of survivors. ``longest``: step, in seconds.
     """
 
     jobs: int = 0
     equal: int = 0
-    servers: int = 0
-    schedulers: int = 0
     steps: int = 0
+    begun: int = 0
+    counted: int = 0
     longest: float = 0.0
+    killed: Counter[str] = field(default_factory=Counter)
+    again: Counter[str] = field(default_factory=Counter)
     log: list[str] = field(default_factory=list)
 
     @property
     def kills(self) -> int:
         """Number of killed processes."""
-        return self.servers + self.schedulers
+        return self.killed.total()
+
+    def add(self, job: MortalJob, verdict: Verdict, about: str) -> None:
+        """Add a job that has ended."""
+        equal = not verdict.faults and not verdict.discarded
+        self.jobs += 1
+        self.equal += equal
+        self.steps += verdict.steps
+        self.begun += verdict.begun
+        self.counted += verdict.counted
+        self.longest = max(self.longest, verdict.longest)
+        self.killed += job.killed
+        self.again += job.again
+        self.log.append(
+            f"{about}: {told(job.killed)} killed, {verdict.steps} steps, the longest"
+            f" {verdict.longest:.2f} s, {'equal' if equal else 'OTHER'} weights"
+        )
+
+
+def told(count: Counter[str]) -> str:
+    """Return the numbers of processes by role, in words."""
+    return ", ".join(f"{count[role]} {role}s" for role in ROLES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kills", type=int, help="end after so many kills instead")
     parser.add_argument("--seed", type=int, default=1, help="chooses victims and moments")
-    parser.add_argument("--workers", type=int, default=2, help="workers of a job (default: 2)")
+    parser.add_argument("--workers", type=int, default=4, help="workers of a job (default: 4)")
     parser.add_argument("--servers", type=int, default=3, help="servers of a job (default: 3)")
+    parser.add_argument(
+        "--roles",
+        default="all",
+        help=f"which processes die: {','.join(ROLES)}, or some of them; all (default): in every"
+        " second job all three, in the others servers and schedulers",
+    )
     parser.add_argument(
         "--transport",
         choices=[*sorted({*TRANSPORTS} - {"rdma"}), "all"],
@@ -72,8 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> list[Case]:
     """Return the cases. Raises :class:`BenchError` if a job fails."""
-    if options.servers < 2:
-        raise BenchError(f"--servers {options.servers}: at least 2, or none may be killed")
+    kinds = _kinds(options)
     rng, course = random.Random(options.seed), Course()
     end = time.monotonic() + 60 * (min(options.minutes, 0.5) if options.quick else options.minutes)
     ways = ["zmq", "tcp", "shm"] if options.transport == "all" else [options.transport]
@@ -87,101 +116,57 @@ def run(options: argparse.Namespace) -> list[Case]:
         most = DEATHS
         if options.kills is not None:
             most = min(most, options.kills - course.kills)
-        one_job(ways[course.jobs % len(ways)], options, most, rng, course)
-        progress(
-            f"{course.jobs} jobs, {course.kills} kills, {course.steps} steps: {course.log[-1]}"
+        way, roles = ways[course.jobs % len(ways)], kinds[course.jobs % len(kinds)]
+        job = MortalJob(
+            roles,
+            options.workers,
+            options.servers,
+            way,
+            steps=2**31,
+            seconds=_COMPUTATION,
+            rng=rng,
+            away=AWAY,
         )
+        verdict = one_job(job, roles, most, rng)
+        course.add(job, verdict, way)
+        for fault in verdict.faults[:5]:
+            progress(fault)
+        progress(f"{course.jobs} jobs, {course.kills} kills; {course.log[-1]}")
     return cases(course)
 
 
-class Victims:
-    """The processes of a job that may die, and when the next one does."""
-
-    def __init__(self, job: Job, most: int, rng: random.Random) -> None:
-        self._job, self._rng, self._left = job, rng, most
-        self._alive: list[subprocess.Popen[bytes]] = list(job.servers)
-        self.servers = self.schedulers = 0
-        self._next = time.monotonic() + rng.uniform(*EVERY)
-        self._back: float | None = None  # when to start another scheduler
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody dies any more."""
-        return self._left == 0 and self._back is None
-
-    def strike(self) -> None:
-        """Kill a process, or start another one in its place, if it is time."""
-        now = time.monotonic()
-        if self._back is not None and now >= self._back:
-            self._back = None
-            self._job.start_scheduler_again()
-        if self._left == 0 or now < self._next:
-            return
-        self._next = now + self._rng.uniform(*EVERY)
-        self._left -= 1
-        if self._back is None and self._rng.random() < SCHEDULERS:
-            self._kill_scheduler(now)
-        else:
-            self._kill_server()
-
-    def _kill_scheduler(self, now: float) -> None:
-        assert self._job.scheduler is not None
-        self._job.scheduler.kill()
-        self._job.scheduler.wait()
-        self.schedulers += 1
-        self._back = now + self._rng.uniform(0, AWAY)
-
-    def _kill_server(self) -> None:
-        victim = self._rng.choice(self._alive)
-        self._alive.remove(victim)
-        victim.kill()
-        self.servers += 1
-        self._job.add_server()
-        self._alive.append(self._job.servers[-1])
+def _kinds(options: argparse.Namespace) -> list[Sequence[str]]:
+    """Return the roles that die, of one job after the other."""
+    if options.roles == "all":
+        kinds: list[Sequence[str]] = [ROLES, ROLES[1:]]
+    else:
+        kinds = [options.roles.split(",")]
+    if unknown := set(kinds[0]) - {*ROLES}:
+        raise BenchError(f"--roles: unknown: {', '.join(sorted(unknown))}")
+    for role, least in (("server", 2), ("worker", 3)):
+        number = getattr(options, f"{role}s")
+        if role in kinds[0] and number < least:
+            raise BenchError(f"--{role}s {number}: at least {least}, or none may be killed")
+    return kinds
 
 
-def one_job(
-    transport: str, options: argparse.Namespace, most: int, rng: random.Random, course: Course
-) -> None:
-    """Run a job until ``most`` of its processes have been killed, and check its weights."""
-    environment = {
-        "BPSX_ELASTIC": "servers",
-        "BPSX_ELASTIC_WAIT": "60",
-        "BPSX_FIXED_ORDER": "1",
-        "BYTEPS_LOG_LEVEL": "error",
-        "BPSX_ANNOUNCE": "0",
-    }
-    modules = dict.fromkeys(range(options.workers), "bench.elastic_worker")
-    with Job(options.workers, options.servers, transport, environment, modules) as job:
-        job.ask("begin", model=_MODEL, steps=0)
-        victims, steps = Victims(job, most, rng), 0
-        while not victims.over or not steps:
-            steps += _BLOCK
-            job.ask("more", steps=_BLOCK)
-            while min(job.ask("passed")) < steps:
-                victims.strike()
-                time.sleep(0.01)
-        # A block in which nobody dies.
-        steps += _BLOCK
-        job.ask("more", steps=_BLOCK)
-        found = job.ask("end", timeout=_SECONDS + 10, seconds=_SECONDS)
-    want = digest_after(_MODEL, steps, options.workers)
-    equal = all(digest == want for _, digest in found)
-    longest = max(b - a for times, _ in found for a, b in zip(times, times[1:]))
-    course.jobs += 1
-    course.equal += equal
-    course.servers += victims.servers
-    course.schedulers += victims.schedulers
-    course.steps += steps
-    course.longest = max(course.longest, longest)
-    course.log.append(
-        f"{transport}, {victims.servers} servers and {victims.schedulers} schedulers killed,"
-        f" {steps} steps, the longest {longest:.2f} s,"
-        f" {'equal' if equal else 'OTHER'} weights"
-    )
+def one_job(job: MortalJob, roles: Sequence[str], most: int, rng: random.Random) -> Verdict:
+    """Run a job until ``most`` of its processes have been killed and all are there again."""
+    with job:
+        watch, due = Watch(), time.monotonic() + rng.uniform(*EVERY)
+        while job.killed.total() < most or not job.complete:
+            watch.see(job.steps)
+            job.tend()
+            if job.killed.total() < most and time.monotonic() >= due and job.steps:
+                due = time.monotonic() + rng.uniform(*EVERY)
+                job.kill(roles)
+            time.sleep(0.01)
+        job.stop()
+        return job.finish(_SECONDS)
 
 
 def cases(course: Course) -> list[Case]:
+    again = course.again.total()
     return [
         Case(
             "chaos-equal",
@@ -189,7 +174,15 @@ def cases(course: Course) -> list[Case]:
             "%",
             target=">= 100",
             samples=(course.equal, course.jobs),
-            note=f"of {course.jobs} jobs that have the weights of undisturbed ones",
+            note=f"of {course.jobs} jobs whose workers have the right weights in each step",
+        ),
+        Case(
+            "chaos-discarded",
+            course.begun - course.counted,
+            "steps",
+            target="<= 0",
+            samples=(course.begun - course.counted, course.begun),
+            note=f"of {course.begun} that survivors began; {again} newcomers had to start twice",
         ),
         Case(
             "chaos-longest",
@@ -197,9 +190,6 @@ def cases(course: Course) -> list[Case]:
             "s",
             target=f"<= {LONGEST:g}",
             samples=(course.longest,),
-            note=(
-                f"longest of {course.steps} steps, with {course.servers} servers and"
-                f" {course.schedulers} schedulers killed"
-            ),
+            note=f"longest of {course.steps} steps, with {told(course.killed)} killed",
         ),
     ]

@@ -101,8 +101,12 @@ class Verdict:
         return self.begun - self.counted
 
 
-def judge(diaries: Sequence[Diary], places: int) -> Verdict:
-    """Replay the job from what its workers say of who was in each sum."""
+def judge(diaries: Sequence[Diary], places: int, *, loses_workers: bool = True) -> Verdict:
+    """Replay the job from what its workers say of who was in each sum.
+
+    ``loses_workers``: whether workers may be missing.
+    """
+    allowed = range(1 if loses_workers else 2**places - 1, 2**places)
     at: dict[int, list[tuple[Diary, Ended]]] = {}
     for diary in diaries:
         for one in diary.ended:
@@ -114,7 +118,7 @@ def judge(diaries: Sequence[Diary], places: int) -> Verdict:
             faults.append(f"no worker has ended step {step}")
             break
         bits = _agreed({b for _, one in found for b in one.members})
-        if bits is None:
+        if bits not in allowed:
             faults.append(f"step {step}: {[(d.number, one.members) for d, one in found]}")
             break
         roll_call.next_weights(weights, step, bits, places)
@@ -124,11 +128,11 @@ def judge(diaries: Sequence[Diary], places: int) -> Verdict:
         if len(good) < len(found):
             have = [(d.number, one.digest) for d, one in found]
             faults.append(f"step {step} of {bits:b}: expected {want}, found {have}")
-    spans = [seconds for diary in diaries for seconds in diary.spans]
+    spans = [seconds for diary in diaries for seconds in diary.spans] or [0.0]
     begun = sum(diary.attempts for diary in diaries)
     return Verdict(len(at), begun, counted, statistics.median(spans), max(spans), faults)
 
 
-def _agreed(members: set[int]) -> int | None:
-    """Return who was in a step; None if workers or tensors differ."""
-    return members.pop() if len(members) == 1 else None
+def _agreed(members: set[int]) -> int:
+    """Return who was in a step; 0 if workers or tensors differ."""
+    return members.pop() if len(members) == 1 else 0

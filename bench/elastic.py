@@ -7,7 +7,10 @@
   seconds from its init() to the end of its first step.
 * *scheduler-gap*: kill -9 of the scheduler. Steps go on; the median step while it is away against
   those before, and after another one has taken over.
-* *bits*: the weights after a killed server against those of an undisturbed job.
+* *committed*: a process of a random role is killed in each 6 steps, and in each 1.5, and another
+  comes in its place. Steps of survivors that count.
+* *bits*: the weights after killed servers and a killed scheduler against those of an undisturbed
+  job.
 * *overhead*: rate, round of many tensors and latency, against the same with BPSX_ELASTIC=off.
 """
 
@@ -20,7 +23,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from bench import elastic_committed, peers
+from bench import elastic_bits, elastic_committed, peers
 from bench.jobs import TRANSPORTS, Job, ask_all, progress
 from bench.report import BenchError, Case, Draw, median_case
 
@@ -67,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.5,
         help="seconds of the computation in these steps (default: 0.5)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="chooses servers and moments")
+    parser.add_argument("--seed", type=int, default=1, help="chooses victims and moments")
 
 
 def picture(options: argparse.Namespace) -> Draw:
@@ -104,19 +107,20 @@ def run(options: argparse.Namespace) -> list[Case]:
                 options.transport, rng, every, steps, options.step_seconds
             )
     if "bits" in wanted:
-        cases.append(bits(options.transport, rng, min(options.runs, 2 if options.quick else 10**6)))
+        runs = min(options.runs, 2 if options.quick else 10**6)
+        cases += elastic_bits.bits(options.transport, rng, runs)
     if "overhead" in wanted:
         cases += overhead(options.transport, 3 if options.quick else 12)
     return cases
 
 
 def strike(
-    model: str, transport: str, rng: random.Random, number: int | None, **environment: str
-) -> tuple[float, str]:
-    """Send a signal to a server of a job that trains; None: none.
+    model: str, transport: str, rng: random.Random, number: int, **environment: str
+) -> float:
+    """Send a signal to a server of a job that trains.
 
-    Returns how much longer the longest later step took than the median one before, in seconds, and
-    the digest of the weights. Raises :class:`BenchError` if workers have different weights.
+    Returns how much longer the longest later step took than the median one before, in seconds.
+    Raises :class:`BenchError` if workers have different weights.
     """
     before, after = MODELS[model]
     modules = dict.fromkeys(range(WORKERS), "bench.elastic_worker")
@@ -126,15 +130,14 @@ def strike(
         job.ask("wait_for", count=before, seconds=_SECONDS)
         time.sleep(rng.random() * 0.05)  # anywhere within a step
         victim, struck = rng.choice(job.servers), time.monotonic()
-        if number is not None:
-            victim.send_signal(number)
+        victim.send_signal(number)
         try:
             found = job.ask("end", timeout=_SECONDS + 10, seconds=_SECONDS)
         finally:
             victim.send_signal(signal.SIGCONT)
     if len({digest for _, digest in found}) > 1:
         raise BenchError(f"{model}: workers have different weights")
-    return max(excess(times, struck) for times, _ in found), found[0][1]
+    return max(excess(times, struck) for times, _ in found)
 
 
 def excess(times: Sequence[float], struck: float) -> float:
@@ -150,7 +153,7 @@ def server_gap(model: str, transport: str, rng: random.Random, turns: int) -> Ca
     gaps = []
     for turn in range(turns):
         progress(f"server-gap, {model}: turn {turn + 1} of {turns}")
-        gaps.append(strike(model, transport, rng, signal.SIGKILL)[0])
+        gaps.append(strike(model, transport, rng, signal.SIGKILL))
     note = "kill -9 of one of 2 servers: longest step from then on, less the median step before"
     return median_case(f"server-gap-{model}", gaps, "s", target="<= 1", note=note)
 
@@ -160,7 +163,7 @@ def silent_gap(model: str, transport: str, rng: random.Random, turns: int) -> Ca
     gaps = []
     for turn in range(turns):
         progress(f"silent-gap, {model}: turn {turn + 1} of {turns}")
-        gap, _ = strike(model, transport, rng, signal.SIGSTOP, **heartbeats)
+        gap = strike(model, transport, rng, signal.SIGSTOP, **heartbeats)
         gaps.append(max(0.0, gap - _INTERVAL - _TIMEOUT))
     note = f"SIGSTOP: the same, less interval and timeout of heartbeats, {_INTERVAL + _TIMEOUT:g} s"
     return median_case(f"silent-gap-{model}", gaps, "s", target="<= 1", note=note)
@@ -282,23 +285,6 @@ def train_on(job: Job, seconds: float, steps: int) -> int:
             job.ask("more", steps=_AHEAD)
         time.sleep(0.01)
     return steps
-
-
-def bits(transport: str, rng: random.Random, runs: int) -> Case:
-    fixed = {"BPSX_FIXED_ORDER": "1"}
-    _, undisturbed = strike("digits", transport, rng, None, **fixed)
-    equal = 0
-    for turn in range(runs):
-        progress(f"bits: run {turn + 1} of {runs}")
-        equal += strike("digits", transport, rng, signal.SIGKILL, **fixed)[1] == undisturbed
-    return Case(
-        "bits",
-        100 * equal / runs,
-        "%",
-        target=">= 100",
-        samples=(equal, runs),
-        note=f"of {runs} runs with a killed server that have the weights of an undisturbed one",
-    )
 
 
 def overhead(transport: str, turns: int) -> list[Case]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 import bpsx
 from bench.child import serve
-from bench.elastic_worker import digits_and_parts, plain
+from bench.elastic_worker import digits_and_parts, plain, sha256
 from bpsx.plugin.elastic import State, run
 
 
@@ -41,8 +38,7 @@ class Training:
                     state.check_host_updates()
 
             train(state)
-            parts = b"".join(np.ascontiguousarray(w).tobytes() for w in weights())
-            self.digest = hashlib.sha256(parts).hexdigest()
+            self.digest = sha256(weights())
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
         with self._changed:

@@ -1,13 +1,11 @@
-"""Worker of ``bench elastic`` and ``bench chaos``: trains on a thread of its own, and tells when
-each step ended.
-"""
+"""Worker of ``bench elastic``: trains on a thread of its own, and tells when each step ended."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,18 @@ import bpsx
 from bench.child import serve
 from bench.plain_model import SIZES, next_weights, start_weights
 
-_WIDTH, _BATCH = 256, 32
+#: What a step does, and the digest of the weights.
+Made = tuple[Callable[[int], None], Callable[[], str]]
+WIDTH, BATCH = 256, 32
 
 
 class Training:
     """A training under way. Steps end together on all workers, which all get the same numbers."""
 
-    def __init__(self, model: str, steps: int) -> None:
+    def __init__(self, made: Callable[[], Made], steps: int) -> None:
         self.times: list[float] = []  # when each step ended, by the monotonic clock
-        self.digest = ""  # SHA-256 of the weights, once the last step has ended
-        self._steps, self._model = steps, model
+        self.digest = ""  # of the weights, once the last step has ended
+        self._steps, self._made = steps, made
         self._changed = threading.Condition()
         self._ending, self._over, self._error = False, False, ""
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -33,15 +33,14 @@ class Training:
 
     def _run(self) -> None:
         try:
-            step, weights = digits() if self._model == "digits" else plain(self._model)
+            step, digest = self._made()
             bpsx.barrier()
             while self._wants_more():
                 step(len(self.times))
                 with self._changed:
                     self.times.append(time.monotonic())
                     self._changed.notify_all()
-            parts = b"".join(np.ascontiguousarray(w).tobytes() for w in weights())
-            self.digest = hashlib.sha256(parts).hexdigest()
+            self.digest = digest()
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
         with self._changed:
@@ -83,6 +82,16 @@ class Training:
         self.wait_for(self._steps, 0)
 
 
+def hashed(step: Callable[[int], None], weights: Callable[[], Any]) -> Made:
+    """A training whose digest is the SHA-256 of its weights."""
+    return step, lambda: sha256(weights())
+
+
+def sha256(weights: Iterable[np.ndarray]) -> str:
+    parts = b"".join(np.ascontiguousarray(w).tobytes() for w in weights)
+    return hashlib.sha256(parts).hexdigest()
+
+
 def plain(model: str) -> tuple[Callable[[int], None], Callable[[], Any]]:
     """A model of NumPy arrays, whose gradients follow from its weights."""
     weights = start_weights(SIZES[model])
@@ -116,12 +125,12 @@ def digits_and_parts() -> tuple[Callable[[int], None], Callable[[], Any], Any, A
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    data, model = Digits(), network(_WIDTH)
+    data, model = Digits(), network(WIDTH)
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         named_parameters=model.named_parameters(),
     )
-    parts = data.batches(0, _BATCH, bps.rank(), bps.size())
+    parts = data.batches(0, BATCH, bps.rank(), bps.size())
 
     def step(number: int) -> None:
         part = parts[number % len(parts)]
@@ -136,8 +145,13 @@ _training: Training | None = None
 
 
 def begin(model: str, steps: int) -> None:
+    begin_with(lambda: hashed(*(digits() if model == "digits" else plain(model))), steps)
+
+
+def begin_with(made: Callable[[], Made], steps: int) -> None:
+    """Train on another thread."""
     global _training
-    _training = Training(model, steps)
+    _training = Training(made, steps)
 
 
 def wait_for(count: int, seconds: float) -> int:
@@ -167,15 +181,15 @@ def init() -> int:
     return int(bpsx.rank())
 
 
+#: Commands of all workers that train in the background.
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "init": init,
+    "more": more,
+    "passed": passed,
+    "wait_for": wait_for,
+    "end": end,
+}
+
 if __name__ == "__main__":
-    serve(
-        {
-            "init": init,
-            "begin": begin,
-            "more": more,
-            "passed": passed,
-            "wait_for": wait_for,
-            "end": end,
-        }
-    )
+    serve({"begin": begin, **COMMANDS})
     bpsx.shutdown()

@@ -60,8 +60,9 @@ class MortalJob:
 
         ``seconds``: of the computation in a step. ``away``: most seconds without a scheduler.
         """
+        self._loses_workers = "worker" in roles
         environment = {
-            "BPSX_ELASTIC": "shrink" if "worker" in roles else "servers",
+            "BPSX_ELASTIC": "shrink" if self._loses_workers else "servers",
             "BPSX_ELASTIC_WAIT": "60",
             "BPSX_FIXED_ORDER": "1",
             "BYTEPS_LOG_LEVEL": "error",
@@ -223,7 +224,7 @@ class MortalJob:
                 member.diary.killed = True
         for diary in self._diaries:
             diary.read()
-        return judge(self._diaries, self._places)
+        return judge(self._diaries, self._places, loses_workers=self._loses_workers)
 
 
 class Watch:

@@ -59,17 +59,22 @@ def test_the_digest_tells_weights_apart(load: Any, steps: int) -> None:
 
 def test_a_job_with_other_weights_is_counted(load: Any) -> None:
     chaos = load("chaos")
-    course = chaos.Course(jobs=4, equal=3, servers=7, schedulers=2, steps=100, longest=12.0)
-    equal, longest = chaos.cases(course)
+    course = chaos.Course(jobs=4, equal=3, steps=100, begun=400, counted=399, longest=12.0)
+    equal, discarded, longest = chaos.cases(course)
     assert (equal.value, equal.met, longest.value, longest.met) == (75.0, False, 12.0, False)
+    assert (discarded.value, discarded.met) == (1, False)
 
 
 def test_wrong_arguments_are_named(load: Any) -> None:
     elastic, chaos = load("elastic"), load("chaos")
     with pytest.raises(elastic.BenchError, match="other-gap"):
         elastic.run(argparse.Namespace(only="other-gap", seed=1, quick=True))
-    with pytest.raises(chaos.BenchError, match="at least 2"):
-        chaos.run(argparse.Namespace(servers=1))
+    with pytest.raises(chaos.BenchError, match="--servers 1: at least 2"):
+        chaos.run(argparse.Namespace(roles="all", servers=1, workers=4))
+    with pytest.raises(chaos.BenchError, match="--workers 2: at least 3"):
+        chaos.run(argparse.Namespace(roles="worker", servers=1, workers=2))
+    with pytest.raises(chaos.BenchError, match="unknown: launcher"):
+        chaos.run(argparse.Namespace(roles="server,launcher", servers=2, workers=2))
 
 
 def test_the_picture_shows_the_gaps(load: Any, tmp_path: Path) -> None:
