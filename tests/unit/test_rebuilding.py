@@ -384,3 +384,27 @@ def test_a_failure_that_only_some_had_heard_of_ends_the_job_for_all() -> None:
     world.settle()
     assert world.hub.state is JobState.FAILED and "worker 1" in world.hub.failure
     assert all("worker 1" in n.lost for n in world.nodes)
+
+
+@pytest.mark.parametrize("heard", [0, 1, 2])
+def test_a_late_server_that_was_sent_away_does_not_end_the_job(heard: int) -> None:
+    """It had been told why, and ``heard`` of the workers that it is gone."""
+    world = World(2, 2)
+    late = world.arrive()
+    world.act(late)
+    late.take()
+    for worker in world.workers:
+        worker.take()  # LANES
+    world.workers[0].send("CONNECTED", server=2, failure="no route to host")
+    world.workers[0].said[2] = "no route to host"
+    world.act(world.workers[0])
+    late.take()
+    assert "cannot join the running job" in late.lost
+    for worker in world.workers[:heard]:
+        worker.take()  # GONE
+    world.kill_hub()
+    world.settle()
+    assert world.hub is not None and world.hub.state is JobState.RUNNING, world.hub.failure
+    assert late.over and not any(w.lost for w in world.workers)
+    assert not world.hub._arrivals
+    all_is_well(world)

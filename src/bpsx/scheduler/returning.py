@@ -111,15 +111,23 @@ class Returning:
 
     @property
     def servers(self) -> dict[int, Report]:
-        """The servers that are back, by rank. Workers, if some are back, know all of them."""
-        back, known = self._whole("server"), self.known_servers
+        """The servers that are back, by rank. Workers, if some are back, know all of them.
+
+        Without those that have been sent away before they had keys.
+        """
+        back, known, away = self._whole("server"), self.known_servers, self._sent_away()
         if self.longest is None:
             return back
         return {
             rank: r
             for rank, r in back.items()
-            if rank < len(known) and (r.host, r.pid, r.lanes) == known[rank]
+            if rank < len(known) and (r.host, r.pid, r.lanes) == known[rank] and rank not in away
         }
+
+    def _sent_away(self) -> set[int]:
+        """Late servers without keys that have failed: that was their end, not that of the job."""
+        back = self._whole("server")
+        return {rank for rank in self.unused_servers() if rank in back and back[rank].failure}
 
     def strangers(self) -> list[Report]:
         """Servers of which no worker has heard: they had not joined when the scheduler died."""
@@ -193,7 +201,8 @@ class Returning:
             self._met = None
             return False
         self._met = now if self._met is None else self._met
-        absent, longest = self.absent_servers(), self.longest
+        longest, away = self.longest, self._sent_away()
+        absent = [rank for rank in self.absent_servers() if rank not in away]
         if lost:
             cut = {*replaced, *(rank for r in self.servers.values() for rank in r.broken)}
             return now >= self._deadline or cut >= {*lost} and now - self._met >= self._grace
