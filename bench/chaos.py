@@ -1,9 +1,10 @@
 """``bench chaos``: kill processes of training jobs, one after the other, until the time is over.
 
 Every 0.5 to 2 s a worker, a server or the scheduler is killed. Another worker or server is started
-at once, another scheduler up to 2 s later. No step may take 10 s. In each step all workers must
-have the weights that follow from who was in its sums. In a job that loses no workers all must be
-in, so that the weights are those of an undisturbed job.
+at once, another scheduler up to 2 s later. A scheduler lives for at least 4 s, as it waits for 3 s
+(BPSX_GATHER_GRACE) for processes that have died with the one before. No step may take 10 s. In each
+step all workers must have the weights that follow from who was in its sums. In a job that loses no
+workers all must be in, so that the weights are those of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from bench.report import BenchError, Case
 EVERY = (0.5, 2.0)
 #: Most seconds for which a job has no scheduler.
 AWAY = 2.0
+#: Seconds for which a scheduler lives at least.
+REST = 4.0
 #: Deaths in one job.
 DEATHS = 12
 #: Seconds that a step may take.
@@ -126,6 +129,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             seconds=_COMPUTATION,
             rng=rng,
             away=AWAY,
+            rest=REST,
         )
         verdict = one_job(job, roles, most, rng)
         course.add(job, verdict, way)

@@ -55,10 +55,12 @@ class MortalJob:
         seconds: float,
         rng: random.Random,
         away: float = 0.0,
+        rest: float = 0.0,
     ) -> None:
         """``roles``: of which processes may die. ``steps``: that the job makes at most.
 
         ``seconds``: of the computation in a step. ``away``: most seconds without a scheduler.
+        ``rest``: seconds for which a scheduler lives at least, to take the job over.
         """
         self._loses_workers = "worker" in roles
         environment = {
@@ -70,13 +72,14 @@ class MortalJob:
         }
         modules = dict.fromkeys(range(workers), "bench.elastic_member")
         self._job = Job(workers, servers, transport, environment, modules)
-        self._places, self._rng, self._away = workers, rng, away
+        self._places, self._rng, self._away, self._rest = workers, rng, away, rest
         self._orders = {"steps": steps, "seconds": seconds}
         self._stack = ExitStack()
         self._members: list[Member] = []
         self._diaries: list[Diary] = []
         self._servers: list[subprocess.Popen[bytes]] = []
         self._back: float | None = None  # when to start another scheduler
+        self._since = time.monotonic() - rest  # when the present one was started
         self._tries = 0
         self.killed: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
@@ -113,8 +116,13 @@ class MortalJob:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a scheduler, and the process in each worker's place trains."""
-        return self._back is None and all(m.has_model for m in self._members)
+        """Whether the scheduler has had its time, and the process in each worker's place trains."""
+        return self._has_rested and all(m.has_model for m in self._members)
+
+    @property
+    def _has_rested(self) -> bool:
+        """Whether there is a scheduler, which has had its time to take the job over."""
+        return self._back is None and time.monotonic() >= self._since + self._rest
 
     # ---- deaths
 
@@ -162,7 +170,7 @@ class MortalJob:
 
     def _kill_scheduler(self) -> bool:
         assert self._job.scheduler is not None
-        if self._back is not None:
+        if not self._has_rested:
             return False
         self._job.scheduler.kill()
         self._job.scheduler.wait()
@@ -177,7 +185,7 @@ class MortalJob:
         assert self._job.scheduler is not None
         if self._back is not None:
             if time.monotonic() >= self._back:
-                self._back = None
+                self._back, self._since = None, time.monotonic()
                 self._job.start_scheduler_again()
         elif (status := self._job.scheduler.poll()) is not None:
             raise BenchError(f"the scheduler has ended with status {status}")

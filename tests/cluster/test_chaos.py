@@ -1,4 +1,6 @@
-"""Jobs whose processes are killed one after the other: ``bench chaos``, by a count."""
+"""Jobs whose processes are killed one after the other: ``bench chaos``, by a count, and
+``bench elastic --only committed``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_survivors_count_each_step_with_the_right_weights(monkeypatch, workers, 
     print(f"seed {seed}")
     options = argparse.Namespace(
         minutes=0,
-        kills=6,
+        kills=5,
         seed=seed,
         workers=workers,
         servers=2,
@@ -42,4 +44,20 @@ def test_survivors_count_each_step_with_the_right_weights(monkeypatch, workers, 
     assert discarded.met, discarded
     assert longest.met, longest
     killed = re.findall(r"(\d+) (?:workers|servers|schedulers)", longest.note)
-    assert len(killed) == 3 and sum(map(int, killed)) == 6, longest
+    assert len(killed) == 3 and sum(map(int, killed)) == 5, longest
+
+
+@pytest.mark.timeout(300)
+def test_steps_with_a_death_each_count(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    elastic_committed = importlib.import_module("bench.elastic_committed")
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    share, discarded = elastic_committed.committed(
+        "zmq", random.Random(seed), every=1.0, steps=8, seconds=0.2
+    )
+    assert share.value == 100 and discarded.value == 0, (share, discarded)
+    counted, begun = share.samples
+    assert counted == begun >= 2 * 8, share
+    killed = re.findall(r"(\d+) (?:workers|servers|schedulers)", share.note)
+    assert sum(map(int, killed)) >= 5, share
