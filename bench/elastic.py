@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=500, help="steps of the case committed (default: 500)"
     )
     parser.add_argument(
+        "--every",
+        type=float,
+        nargs="+",
+        default=elastic_committed.EVERY,
+        help="steps in which one process dies, in each job of the case (default: 6 1.5)",
+    )
+    parser.add_argument(
         "--step-seconds",
         type=float,
         default=0.5,
@@ -102,7 +109,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         cases += [scheduler_gap(model, options.transport, away) for model in MODELS]
     if "committed" in wanted:
         steps = min(options.steps, 24 if options.quick else 10**6)
-        for every in elastic_committed.EVERY:
+        for every in options.every:
             cases += elastic_committed.committed(
                 options.transport, rng, every, steps, options.step_seconds
             )
