@@ -17,6 +17,7 @@ _NAMES = {
     "worker-gap-large": "worker, 100 MB",
 }
 _TARGET = 1.0
+_COMMITTED = "committed-"
 
 
 def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
@@ -24,9 +25,13 @@ def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
     found = {case.case: case for case in cases if case.case in _NAMES}
     if not found:
         raise BenchError("--plot: there is no case server-gap, silent-gap or worker-gap")
-    figure = pictures.figure(7, 1.5 + 0.42 * len(found))
+    about = [
+        "Longest step less the median step before; a stopped server: less the time of silence."
+    ]
+    about += _committed(cases)
+    figure = pictures.figure(7, 1.32 + 0.18 * len(about) + 0.42 * len(found))
     height = 72 * figure.get_figheight()
-    axes = figure.add_axes((0.2, 62 / height, 0.77, 1 - 112 / height))
+    axes = figure.add_axes((0.2, 62 / height, 0.77, 1 - (99 + 13 * len(about)) / height))
     for i, case in enumerate(found.values()):
         axes.plot(case.samples, [i] * len(case.samples), "o", color=pictures.BLUE, alpha=0.35)
         axes.plot(case.value, i, "|", color=pictures.BLUE, markersize=16)
@@ -46,8 +51,17 @@ def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
     axes.tick_params(labelsize=pictures.SMALL)
     axes.grid(True, axis="x")
     worst = max(case.value for case in found.values())
-    about = "Longest step less the median step before; a stopped server: less the time of silence."
     title = f"A job that loses a process stands still for {worst:.2f} s or less (medians)"
     source = f"python -m bench elastic, {pictures.where(machine)}"
-    pictures.frame(figure, title, [about], source)
+    pictures.frame(figure, title, about, source)
     pictures.save(figure, path)
+
+
+def _committed(cases: Sequence[Case]) -> list[str]:
+    """Say how many steps count in which processes die, if that was measured."""
+    found = [
+        f"{case.value:.3g} % with a death in {case.case.removeprefix(_COMMITTED)} steps"
+        for case in cases
+        if case.case.startswith(_COMMITTED)
+    ]
+    return [f"Steps of survivors that count: {', '.join(found)}."] if found else []

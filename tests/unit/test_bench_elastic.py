@@ -83,9 +83,11 @@ def test_the_picture_shows_the_gaps(load: Any, tmp_path: Path) -> None:
     gaps = [
         report.median_case("server-gap-digits", [0.1, 0.2, 0.3], "s"),
         report.median_case("silent-gap-large", [0.4, 0.5], "s"),
+        report.Case("committed-1.5", 99.87, "%"),
     ]
     file = tmp_path / "gaps.svg"
     plot.draw({"cores": 2}, gaps, str(file))
     assert "killed, digits" in (text := file.read_text()) and "stopped, 100 MB" in text
+    assert "99.9 % with a death in 1.5 steps" in text
     with pytest.raises(report.BenchError, match="no case"):
         plot.draw({"cores": 2}, [report.Case("bits", 100.0, "%")], str(file))
