@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 
 import pytest
 
@@ -203,6 +204,22 @@ COMPRESSED = """
     report(["end", zlib.crc32(weights.tobytes())])
     bpsx.shutdown()
 """
+
+
+def test_a_newcomer_may_die_while_a_scheduler_takes_the_job_over():
+    """That scheduler has its HELLO, and still waits for a worker of the job."""
+    with Growing(3, servers=2, env={"BPSX_GATHER_GRACE": "0.5"}) as job:
+        job.lose(2, 10)
+        job.workers[1].signal(signal.SIGSTOP)
+        job.scheduler.signal(signal.SIGKILL)
+        job.scheduler.wait()
+        job.start_scheduler(int(job.port))
+        new = job.join(2)
+        job.scheduler.wait_for_line("arrived: worker 2")
+        job.workers[new].signal(signal.SIGKILL)
+        time.sleep(1.5)  # longer than BPSX_GATHER_GRACE
+        job.workers[1].signal(signal.SIGCONT)
+        job.end_well(2, new)
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk", "randomk"])

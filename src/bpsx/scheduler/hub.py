@@ -308,7 +308,9 @@ class Hub:
             if self._members.state is not JobState.WAITING:
                 return
             vanished = self._members.vanished.due(now, self._config.gather_grace)
-            lost = vanished is not None and now >= vanished[0]
+            # A running job that is back does not need a node that wanted to enter it.
+            rebuilds = self._members.rebuilds
+            lost = vanished is not None and now >= vanished[0] and not rebuilds
             if now >= end or lost:
                 text = (
                     f"after {self._config.rendezvous_timeout:g} s still missing:"
@@ -324,7 +326,7 @@ class Hub:
                     log.warning("nodes of a running job: %s", text)
                 log.warning("waiting for %s; present: %s", status["missing"], status["here"])
                 self._send([(i, status) for i in list(self._members.nodes)])
-            if self._members.rebuilds:
+            if rebuilds:
                 self._turn(_REBUILD_EVERY)
             else:
                 self._turn(min(end, report, vanished[0] if vanished else end) - now)
