@@ -31,10 +31,10 @@ BENCHES = {
         " stop of a job"
     ),
     "elastic": (
-        "seconds that a job stands still when it loses a server; equal weights; cost of being ready"
-        " for it, against the same without"
+        "seconds that a job stands still when it loses a process; steps that count; equal weights;"
+        " cost of being ready for it, against the same without"
     ),
-    "chaos": "jobs whose servers are killed at random: longest step, equal weights",
+    "chaos": "jobs whose processes are killed at random: longest step, equal weights",
     "scheduler": "the scheduler's time per message, with 64 and with 1,024 simulated workers",
     "soak": "jobs started and stopped 1,000 times: failures, leaks, leftovers",
     "torch": (
