@@ -102,6 +102,8 @@ class Node:
                     self.send("BYE", failure=self.bye)
             elif m["type"] == "REFUSED":
                 self.over, self.lost, self.state = True, m["reason"], "over"
+            elif m["type"] == "GOODBYE":
+                self.over, self.state = True, "over"
         elif m["type"] == "GOODBYE":
             self.over, self.state = True, "over"
         elif m["type"] == "LOST":
@@ -130,7 +132,7 @@ class Worker(Node):
         self.last = -1
         self.said: dict[int, str] = {}  # what CONNECTED has said of servers that came late
         self.place, self.passed, self.stop = "free", 0, 0  # see bpsx.session.boundaries
-        self.meeting, self.fresh = -1, False
+        self.meeting, self.fresh, self.wants = -1, False, False
         self.order = list(range(world.workers_n))
 
     def step(self) -> None:
@@ -144,6 +146,11 @@ class Worker(Node):
         if self.place == "bound" and self.passed == self.stop:
             self.place = "here"
             self.send("HERE", meeting=self.meeting, names="x" if self.tells else "")
+
+    def ask_to_leave(self, needs: str = "") -> None:
+        """Want to leave, as after SIGTERM."""
+        self.wants = True
+        self.send("DEPART", why="SIGTERM", needs=needs)
 
     def declare(self, name: str, size: int) -> None:
         generation = self.generations.get(name, 0)
@@ -185,7 +192,11 @@ class Worker(Node):
             "failure": self.lost or None,
             "cleared": 0,
             "state": self.decisions.report(
-                self.epoch, self.joined, self.fresh, self.world.dead_lanes()
+                self.epoch,
+                self.joined,
+                self.fresh,
+                self.world.dead_lanes(),
+                self.wants and self.place == "here",
             ),
         }
         return fields, parts(self.decisions.known(self.declared))
@@ -197,6 +208,8 @@ class Worker(Node):
         if self.joined:
             self.send("JOIN", generation=self.decisions.joins)
         self._tell_moved()
+        if self.wants:
+            self.ask_to_leave()
         for server, failure in self.said.items():
             self.send("CONNECTED", server=server, failure=failure)
 
@@ -253,7 +266,8 @@ class Worker(Node):
                 self.decisions.joins += 1
             if m["met"]:
                 assert self.place == "here" or self.rank in m["entered"]
-                self.place = "free"
+                self.place = "bound" if m["leaving"] else "free"
+                self.stop = self.passed + 1
             lanes = {to for *_, targets in [*m["moves"], *m["yields"]] for to, _ in targets}
             assert not any(lane >= len(self.decisions.servers) for lane in lanes)
             self.decisions.begin_term(m)
@@ -424,6 +438,7 @@ class World:
             "HERE": lambda: hub.here(ident, m),
             "READY": lambda: hub.ready(ident, m),
             "SYNCED": lambda: hub.synced(ident),
+            "DEPART": lambda: hub.depart(ident, m, self.now),
             "BYE": lambda: hub.bye(ident, m, self.now),
         }[kind]()
         self.deliver(out)

@@ -11,7 +11,7 @@ from unit.test_arrivals import OK, connect, moves
 
 
 def ask(m: Any, ident: bytes) -> list[Any]:
-    message = {"type": "DEPART", "why": "SIGTERM"}
+    message = {"type": "DEPART", "why": "SIGTERM", "needs": ""}
     messages.check(message)
     return m.depart(ident, message, 5.0)
 

@@ -35,6 +35,7 @@ def test_all_others_hear_of_a_lost_worker():
         "living": 2,
         "entered": [],
         "met": False,
+        "leaving": [],
     }
     assert m.state is JobState.RUNNING and m.blamed is None
     moved(m, b"w0", 1, 100), moved(m, b"w2", 1, 100)

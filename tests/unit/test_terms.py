@@ -186,6 +186,7 @@ def test_all_live_nodes_learn_where_the_keys_go():
         "living": 0,
         "entered": [],
         "met": False,
+        "leaving": [],
     }
     # A worker that declares the tensor later moves it by itself.
     assert dict(m.declare(b"w1", declare("t", [4])))[b"w1"]["places"] == placed["places"]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import HostsUpdatedInterrupt, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
 from bpsx.plugin.objects import Tensors, broadcast_object
 
-__all__ = ["HostsUpdatedInterrupt", "State", "run"]
+__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "leave", "run"]
 
 
 def _none(value: Any, what: str) -> None:

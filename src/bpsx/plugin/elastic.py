@@ -1,4 +1,4 @@
-"""Training that goes on when workers are lost or join: state, and the loop around the script.
+"""Training that goes on when workers are lost, leave or join: state, and a loop around the script.
 
 Names and arguments are those of Horovod's elastic API, so that its users know them.
 docs/internals/elastic-joins.md has the protocol beneath.
@@ -12,20 +12,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from bpsx.api.lifecycle import finish, session
+from bpsx.api.lifecycle import finish, session, shutdown
 from bpsx.errors import ConfigError, PeerLostError
+from bpsx.plugin.departure import Departed, depart, heeding_sigterm, leave
 
+__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "leave", "run"]
 _Result = TypeVar("_Result")
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
-    """Workers have joined the job or were lost; :func:`run` begins the training function anew.
+    """Workers have joined, left or were lost; :func:`run` begins the training function anew.
 
     ``skip_sync``: no worker has joined, so all have the same state already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("workers have joined the job or were lost")
+        super().__init__("workers have joined the job, left it or were lost")
         self.skip_sync = skip_sync
 
 
@@ -36,7 +38,7 @@ class State:
     """
 
     #: Names of attributes that are no values.
-    _OWN: tuple[str, ...] = ("_saved", "_names", "_callbacks")
+    _OWN: tuple[str, ...] = ("_saved", "_names", "_callbacks", "_departures")
     #: Exceptions of the framework whose text may be that of an error of bpsx.
     _FOREIGN: tuple[type[Exception], ...] = ()
 
@@ -44,6 +46,7 @@ class State:
         self._check_names(values)
         self._names = list(values)
         self._callbacks: list[Callable[[], None]] = []
+        self._departures: list[Callable[[], None]] = []
         self._saved: dict[str, Any] = {}
         for name, value in values.items():
             setattr(self, name, value)
@@ -52,15 +55,23 @@ class State:
     # ---- for the script
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have ``callbacks`` called when workers have joined or were lost, before the next sync.
+        """Have ``callbacks`` called before the next sync if workers have joined, left or were lost.
 
         They may read the new ``rank()`` and ``size()``, and adapt learning rates and data. All
         workers call them at the same boundary.
         """
         self._callbacks += callbacks
 
+    def register_departure_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Have ``callbacks`` called on this worker when it has left the job: to save a checkpoint.
+
+        It leaves after SIGTERM or :func:`leave`. ``rank()`` and ``size()`` are those of before, and
+        nothing can be exchanged any more. If all workers leave at once, all call theirs.
+        """
+        self._departures += callbacks
+
     def commit(self) -> None:
-        """Save the state in memory, and let workers join; see :meth:`check_host_updates`.
+        """Save the state in memory, and let workers join or leave; see :meth:`check_host_updates`.
 
         It copies all values. Raises as :meth:`check_host_updates`.
         """
@@ -68,16 +79,24 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Let workers join, here, between two steps.
+        """Let workers join or leave, here, between two steps.
 
         All workers must call it (or :meth:`commit`) equally often. Raises
-        :class:`HostsUpdatedInterrupt` if workers have joined or were lost, on all workers in the
-        same call; and the error that has ended the job.
+        :class:`HostsUpdatedInterrupt` if workers have joined, left or were lost, on all workers in
+        the same call; :class:`Departed` on a worker that leaves; and the error that has ended the
+        job.
         """
         finish(math.inf)  # a framework's engine may hold exchanges of the step before
         change = session().pass_boundary()
-        if change.entered or change.lost:
-            raise HostsUpdatedInterrupt(skip_sync=not change.entered)
+        changed, entered = bool(change.lost or change.leaving), bool(change.entered)
+        while change.leaving:
+            self.regroup()  # with those that leave
+            change = session().pass_boundary()
+            entered = entered or bool(change.entered)
+        if change.left:
+            depart(self._departures, shutdown)
+        if changed or entered or change.lost:
+            raise HostsUpdatedInterrupt(skip_sync=not entered)
 
     # ---- for subclasses, and for run()
 
@@ -102,7 +121,10 @@ class State:
         self.save()
 
     def regroup(self) -> None:
-        """Agree on what is left to do after the loss of a worker. All workers call it."""
+        """Agree on what is left to do, before a worker leaves and after one was lost or has left.
+
+        All workers call it, also the one that leaves.
+        """
 
     def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's ``values``."""
@@ -112,7 +134,7 @@ class State:
         """Adapt to the new workers; called by :meth:`on_reset` before the callbacks."""
 
     def on_reset(self) -> None:
-        """Called by :func:`run` when workers have joined or were lost."""
+        """Called by :func:`run` when workers have joined, left or were lost."""
         self.reset()
         for callback in self._callbacks:
             callback()
@@ -181,13 +203,16 @@ class PartsState(State):
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Decorate a training function so that it goes on when workers are lost or join.
+    """Decorate a training function so that it goes on when workers are lost, leave or join.
 
     ``func(state, *args, **more)`` begins where ``state`` (a :class:`State`) says. It calls
     ``state.commit()`` between steps. When workers have joined, that call ends ``func`` on all
     workers; they get the state from rank 0 and call ``func`` again. A worker that joins begins with
     the state of rank 0, too. After the loss of a worker ``func`` is called again with the state as
     it is. If a broadcast fails because its sender has died, all go back to the last commit.
+
+    SIGTERM lets this worker leave at its next ``state.commit()``, which then raises
+    :class:`Departed`: in the main thread, unless the script has a handler of its own.
 
     ``bpsx.init()`` comes before. Raises what ``func`` raises, and the error that has ended the job.
     """
@@ -199,20 +224,29 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 f"elastic.run: the first argument of {func.__name__}() is"
                 f" {type(state).__name__}; expected a State"
             )
-        agree = state.sync
-        while True:
-            try:
-                agree()
-                return func(state, *args, **more)
-            except HostsUpdatedInterrupt as e:
-                agree = state.regroup if e.skip_sync else state.sync
-            except Exception as e:
-                if not state.has_lost_sender(e) or session().failure:
-                    raise
-                finish(math.inf)
-                session().await_agreement()
-                state.restore()
-                agree = state.sync
-            state.on_reset()
+        with heeding_sigterm():
+            return _repeat(func, state, args, more)
 
     return loop
+
+
+def _repeat(
+    func: Callable[..., _Result], state: State, args: Sequence[Any], more: dict[str, Any]
+) -> _Result:
+    """Call ``func`` until it returns."""
+    agree = state.sync
+    while True:
+        try:
+            agree()
+            return func(state, *args, **more)
+        except HostsUpdatedInterrupt as e:
+            agree = state.regroup if e.skip_sync else state.sync
+        except Exception as e:
+            if not state.has_lost_sender(e) or session().failure:
+                raise
+            finish(math.inf)
+            if session().await_agreement().left:
+                depart(state._departures, shutdown)
+            state.restore()
+            agree = state.sync
+        state.on_reset()

@@ -186,6 +186,8 @@ class Link(Entering):
                 self._resumed()
                 if self._bye is not None:
                     self.send("BYE", failure=self._bye)
+            elif kind == "GOODBYE":
+                self._part_well(message, handle)
             elif kind == "REFUSED" and message["over"]:
                 self._end(LinkEvent.JOB_OVER, str(message["reason"]), lost)
             elif kind == "REFUSED":
@@ -193,10 +195,15 @@ class Link(Entering):
                 self._move(LinkEvent.REFUSED)
                 self._renew(_RETRY_SECONDS)
         elif kind == "GOODBYE":
-            self._move(LinkEvent.GOODBYE)
-            self.goodbye.set()
+            self._part_well(message, handle)
         else:
             handle(message)
+
+    def _part_well(self, message: dict[str, Any], handle: Callable[[dict[str, Any]], None]) -> None:
+        """Nothing of this node is needed any more: GOODBYE."""
+        self._move(LinkEvent.GOODBYE)
+        self.goodbye.set()
+        handle(message)
 
     # ---- without a scheduler
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from bpsx.scheduler.arrivals import REPORT_EVERY
 from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.leaving import Leaving
 from bpsx.scheduler.meetings import Meeting, MeetingEvent, Stage
 from bpsx.scheduler.messages import TERM_FIELDS
 from bpsx.scheduler.roster import Node, names
-from bpsx.scheduler.shrinking import Shrinking
 from bpsx.scheduler.states import JobState
 from bpsx.scheduler.terms import ELASTIC, REPLACE
 
@@ -35,7 +35,7 @@ class Newcomer:
     welcomed: bool = False
 
 
-class Growing(Shrinking):
+class Growing(Leaving):
     """The workers that join the running job.
 
     ``patience``: seconds that a meeting may last. ``silence``: seconds after which a dead worker is
@@ -185,7 +185,7 @@ class Growing(Shrinking):
         return self._join(ident, generation)
 
     def depart(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
-        """See :class:`~bpsx.scheduler.planned.Planned`."""
+        """See :class:`~bpsx.scheduler.leaving.Leaving`."""
         if self._entering:
             self._held.append(lambda: self.depart(ident, m, now))
             return []
@@ -216,7 +216,7 @@ class Growing(Shrinking):
 
     def _call(self, now: float) -> list[Output]:
         """Ask the workers to meet, if a newcomer waits and nothing forbids it."""
-        if not (self._newcomers or self._unsaid):
+        if not (self._newcomers or self._unsaid or self._leavers):
             return []
         if why := self._fixed_workers():
             self._unsaid = False
@@ -224,7 +224,7 @@ class Growing(Shrinking):
         out = self._refuse_unfit(now)
         if self._disturbed() or self._keys_move() or self._arrivals:
             return out
-        if not (self._guests() or self._unsaid):
+        if not (self._guests() or self._unsaid or self._may_leave()):
             return out
         self._stopped = None
         self._meeting.move(MeetingEvent.CALLED, self._live_idents(), now)
@@ -262,7 +262,7 @@ class Growing(Shrinking):
         """Why the workers cannot meet now; "": they can."""
         if self._joins.joined:
             return "workers are in join()"
-        if self._roster.leaving or self._sender_left is not None:
+        if (self._roster.leaving or self._sender_left is not None) and not self._all_leave:
             return "a worker leaves the job"
         return ""
 
@@ -272,9 +272,9 @@ class Growing(Shrinking):
         if connecting:
             of_use = any(newcomer.welcomed for newcomer in self._newcomers.values())
         else:
-            of_use = bool(self._guests()) or self._unsaid
+            of_use = bool(self._guests()) or self._unsaid or bool(self._may_leave())
         if not of_use:
-            return "no worker waits to join any more"
+            return "no worker waits to join or leave any more"
         if connecting and (self._keys_move() or self._arrivals):
             return "the job's servers change"
         return ""
@@ -299,6 +299,8 @@ class Growing(Shrinking):
 
     def _all_here(self, now: float) -> list[Output]:
         """All workers have stopped at the boundary."""
+        if (out := self._leave(now)) is not None:
+            return out
         guests = self._guests()
         if self._lacks_workers(len(guests)):
             return self._wait_for_workers(now)
@@ -310,7 +312,7 @@ class Growing(Shrinking):
     def _name_boundary(self) -> list[Output]:
         """Tell all workers where they meet. The oldest tells newcomers which names there are."""
         meeting = self._meeting
-        meeting.guests = bool(self._guests()) or self._lacks_workers(0)
+        meeting.guests = bool(self._guests() or self._newcomers) or self._lacks_workers(0)
         meet = {"type": "MEET", "meeting": meeting.number, "boundary": meeting.boundary}
         return [
             (w.ident, {**meet, "tells": meeting.guests and w.rank == next(iter(self._order))})
@@ -321,7 +323,8 @@ class Growing(Shrinking):
         """Whether the job waits for more workers than ``guests`` before it goes on."""
         worker, living = self._roster.a_worker(), len(self._roster.live)
         replaces = worker is not None and worker.config.get(ELASTIC) == REPLACE
-        return replaces and living + guests < max(self.size, self._full)
+        staying = living - len(self._may_leave())
+        return replaces and staying + guests < max(self.size, self._full)
 
     def _wait_for_workers(self, now: float) -> list[Output]:
         """All have stopped, and wait for workers in the places of lost ones."""
@@ -357,16 +360,20 @@ class Growing(Shrinking):
             f"after {waited:.0f} s not at a commit(): {late}; do all workers call it equally often?"
         )
         self._unsaid = False
-        return self._call_off(why, now) + self._refuse_newcomers(why)
+        stay = [(ident, {"type": "STAY", "text": why}) for ident in self._leavers]
+        self._leavers.clear()
+        return [*self._call_off(why, now), *stay, *self._refuse_newcomers(why)]
 
-    def _lose_worker(self, node: Node, text: str, now: float) -> list[Output]:
+    def _lose_worker(
+        self, node: Node, text: str, now: float, planned: bool = False
+    ) -> list[Output]:
         """See :class:`~bpsx.scheduler.shrinking.Shrinking`.
 
         The scripts have to agree on the moment at which they divide data and learning rates anew.
         """
         self._unsaid = True
         self._fresh.discard(node.rank)
-        return super()._lose_worker(node, text, now)
+        return super()._lose_worker(node, text, now, planned)
 
     def _fixed_workers(self) -> str:
         """See :class:`~bpsx.scheduler.shrinking.Shrinking`."""

@@ -51,6 +51,8 @@ LINK: Table[LinkState, LinkEvent] = Table(
             LinkEvent.CONNECTION_ENDED: LinkState.ORPHANED,
             LinkEvent.REFUSED: LinkState.ORPHANED,
             LinkEvent.JOB_OVER: LinkState.OVER,
+            # This worker has left, and had not heard so from the scheduler before.
+            LinkEvent.GOODBYE: LinkState.OVER,
         },
         LinkState.OVER: {
             LinkEvent.CONNECTION_ENDED: LinkState.OVER,

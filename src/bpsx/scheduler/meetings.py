@@ -29,7 +29,8 @@ class MeetingEvent(Enum):
     CALLED = auto()  #: a newcomer waits, or a worker was lost
     ALL_SAID = auto()  #: the last AT
     ALL_HERE = auto()  #: the last HERE
-    ALL_MET = auto()  #: the last HERE, and no newcomer waits: workers were lost
+    ALL_MET = auto()  #: the last HERE, and no newcomer waits: workers were lost, or leave
+    ANNOUNCED = auto()  #: the last HERE; some will leave at the next boundary
     ALL_READY = auto()  #: the last READY
     ALL_CLEARED = auto()  #: the last CLEARED
     CALLED_OFF = auto()
@@ -44,6 +45,7 @@ MEETING: Table[Stage, MeetingEvent] = Table(
         Stage.GATHERING: {
             MeetingEvent.ALL_HERE: Stage.CONNECTING,
             MeetingEvent.ALL_MET: Stage.IDLE,
+            MeetingEvent.ANNOUNCED: Stage.GATHERING,
             MeetingEvent.CALLED_OFF: Stage.IDLE,
         },
         Stage.CONNECTING: {
@@ -59,7 +61,7 @@ class Meeting:
     """The present meeting, or none.
 
     ``number``: of the latest meeting. ``awaited``: connections whose answer is due. ``since``: when
-    the stage began.
+    the stage began. ``announced``: some workers leave at its second boundary.
     """
 
     def __init__(self) -> None:
@@ -69,6 +71,7 @@ class Meeting:
         self.since = 0.0
         self.guests = False  # whether newcomers enter
         self.names = ""  # what one of the workers tells them of names
+        self.announced = False
         self._passed = 0  # the largest number of boundaries that a worker has passed
 
     def move(self, event: MeetingEvent, awaited: Collection[bytes], now: float) -> None:
@@ -77,7 +80,9 @@ class Meeting:
         self.awaited, self.since = set(awaited), now
         if event is MeetingEvent.CALLED:
             self.number += 1
-            self._passed, self.names = 0, ""
+            self._passed, self.names, self.announced = 0, "", False
+        elif event is MeetingEvent.ANNOUNCED:
+            self.announced, self.names = True, ""  # there may be more names at the next boundary
 
     def answer(self, stage: Stage, ident: bytes, m: dict[str, Any]) -> None:
         """Take AT, HERE or READY; those of other meetings mean nothing."""

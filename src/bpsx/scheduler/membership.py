@@ -505,9 +505,8 @@ class Membership(Growing):
         self._move(event, text)
         lost = {"type": "LOST", "text": text, "status": status}
         self._roster.excuse(*self._roster.unheard.values())
-        return [
-            (n.ident, lost) for n in self.nodes.values() if not n.left
-        ] + self._process_deferred_byes()
+        out = [(n.ident, lost) for n in self.nodes.values() if not n.left]
+        return out + self._farewells() + self._process_deferred_byes()
 
     def _after_leaving(self, node: Node) -> list[Output]:
         workers, servers = self._roster.live, list(self._roster.live_servers.values())

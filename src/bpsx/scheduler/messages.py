@@ -17,10 +17,10 @@ goes to them when living lanes yield keys: ``yields`` then has ``[lane, number o
 for each such lane (:data:`bpsx.planning.placement.Yields`). Each worker that speaks to servers
 answers MOVED once its driver has moved.
 
-LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about servers
-that leave it. docs/internals/elastic-servers.md and elastic-departures.md have their fields. AT,
-HERE, READY, SYNCED, SOON, MEET and OFF are about workers that join:
-docs/internals/elastic-joins.md.
+LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about nodes
+that leave it. docs/internals/elastic-servers.md, elastic-departures.md and
+elastic-departures-workers.md have their fields. AT, HERE, READY, SYNCED, SOON, MEET and OFF are
+about workers that join: docs/internals/elastic-joins.md.
 
 The places in PLACED and ADOPT are those that were given out first, in any term. Workers apply the
 moves of all terms themselves, also to tensors that they declare later.
@@ -31,7 +31,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -45,7 +45,10 @@ MOST_PLACES = 1 << 15
 MOST_ITEMS = 4096
 
 #: Fields of TERM, in the order of AGAIN's ``terms``.
-TERM_FIELDS = ("term", "moves", "text", "missed", "yields", "dropped", "living", "entered", "met")
+TERM_FIELDS = (
+    *("term", "moves", "text", "missed", "yields", "dropped", "living", "entered", "met"),
+    "leaving",
+)
 
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
@@ -115,8 +118,9 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "READY": {"meeting": _POSITION},
     #: A worker that has joined has got the model: it has passed its first boundary.
     "SYNCED": {},
-    #: A server has to end and asks to leave the running job: the reply is GOODBYE or STAY.
-    "DEPART": {"why": _TEXT},
+    #: A node has to end and asks to leave the running job: the reply is GOODBYE or STAY. ``needs``:
+    #: what a worker has called that cannot go on without all workers.
+    "DEPART": {"why": _TEXT, "needs": _TEXT},
     "BYE": {"failure": _TEXT},
     "CLOCK": {"at": (int, 0, 2**63)},
     "STATS": {"at": (int, 0, 2**63), "values": (dict, 0, 64), "late": (list, 0, 65536)},

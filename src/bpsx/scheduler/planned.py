@@ -47,6 +47,8 @@ class Planned(Arriving):
                 self._remove(node)
                 out.append((ident, {"type": "GOODBYE"}))
                 out += self._lose_server(node, f"{node} leaves the job: {why}", now)
+                if self.losses and self.losses[-1].node is node:
+                    self.losses[-1] = self.losses[-1]._replace(planned=True)
         return out
 
     def _why_kept(self, node: Node) -> str:

@@ -52,6 +52,8 @@ class Rebuilding(Membership):
     def come_back(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """Handle AGAIN: a node introduces itself to another scheduler than before."""
         if self.state is not JobState.WAITING:
+            if self.state is not JobState.FAILED and m["job"] == self.job and _leaves(m):
+                return [(ident, {"type": "GOODBYE"})]  # it has left, and has not heard so
             return [_refuse(ident, self._too_late_again(m), over=True)]
         if why := self._unfit(m) or self._differs_again(m):
             return [_refuse(ident, why, over=False)]
@@ -237,7 +239,7 @@ class Rebuilding(Membership):
         """Refuse the workers that the job goes on without."""
         text = "this worker is not awaited any more: the job goes on without it"
         return [
-            _refuse(r.ident, text, over=True)
+            (r.ident, {"type": "GOODBYE"}) if r.leaves else _refuse(r.ident, text, over=True)
             for r in job.reports.values()
             if r.role == "worker" and r.rank in job.dropped
         ]
@@ -339,7 +341,7 @@ class Rebuilding(Membership):
             to = "other servers" if term.yields else ""
             name = str(of[0]) if of else ""
             told.append(Told(term.number, name, term.moves, term.missed, term.yields, to))
-            self.losses += [Loss(node, term.text, term.text) for node in of]
+            self.losses += [Loss(n, term.text, term.text, bool(term.leaving)) for n in of]
         self.restored = len(self.losses)
         self._history = [_message(term) for term in longest.terms]
         last = max((t.number for t in longest.terms if t.met), default=0)
@@ -516,9 +518,23 @@ def _refuse(ident: bytes, reason: str, over: bool) -> Output:
     return ident, {"type": "REFUSED", "reason": reason, "over": over}
 
 
+def _leaves(m: dict[str, Any]) -> bool:
+    """Whether AGAIN ``m`` comes from a worker that waits for the end of its stay in the job."""
+    return m["role"] == "worker" and bool(m["state"]["leaves"])
+
+
 def _message(t: Term) -> dict[str, Any]:
     return term_message(
-        t.number, t.moves, t.text, t.missed, t.yields, t.dropped, t.living, t.entered, t.met
+        t.number,
+        t.moves,
+        t.text,
+        t.missed,
+        t.yields,
+        t.dropped,
+        t.living,
+        t.entered,
+        t.met,
+        t.leaving,
     )
 
 

@@ -33,7 +33,8 @@ class Term:
     """A term as TERM told it.
 
     ``missed``: a sender had left before. ``dropped``, ``entered``: workers that were lost or have
-    joined. ``living``: number of workers then. ``met``: it ended a meeting.
+    joined. ``living``: number of workers then. ``met``: it ended a meeting. ``leaving``: workers
+    that leave in good order.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Term:
     living: int
     entered: list[int]
     met: bool
+    leaving: list[int]
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Report:
     last: int = -1
     joined: bool = False
     fresh: bool = False
+    leaves: bool = False
     key: int = -1
     slots: dict[int, int] = field(default_factory=dict)
     known: dict[tuple[str, int], Known] = field(default_factory=dict)
@@ -143,13 +146,14 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     report.reset = (_number(state["reset"][0], -64), _text(state["reset"][1]))
     report.joins, report.last = _number(state["joins"]), _number(state["last"], -1)
     report.joined, report.fresh = bool(state["joined"]), bool(state["fresh"])
+    report.leaves = bool(state["leaves"])
     report.key = _number(state["key"], -1)
     report.slots = {_number(lane): _number(count) for lane, count in state["slots"]}
     return report
 
 
 def _term(given: Sequence[Any]) -> Term:
-    number, moves, text, missed, yields, dropped, living, entered, met = given
+    number, moves, text, missed, yields, dropped, living, entered, met, leaving = given
     return Term(
         _number(number),
         [(_number(lane), _targets(targets)) for lane, targets in moves],
@@ -160,6 +164,7 @@ def _term(given: Sequence[Any]) -> Term:
         _number(living),
         [_number(rank) for rank in entered],
         bool(met),
+        [_number(rank) for rank in leaving],
     )
 
 

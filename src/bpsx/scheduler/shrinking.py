@@ -51,22 +51,30 @@ class Shrinking(Balancing):
             and self._speaks(node)
         )
 
-    def _lose_worker(self, node: Node, text: str, now: float) -> list[Output]:
-        """Begin a term without ``node``, which was lost at ``now``. ``text``: how it ended."""
+    def _lose_worker(
+        self, node: Node, text: str, now: float, planned: bool = False
+    ) -> list[Output]:
+        """Begin a term without ``node``, which was lost at ``now``. ``text``: how it ended.
+
+        ``planned``: it has asked to leave, and nothing is under way.
+        """
         assert self.terms is not None
         out: list[Output] = []
         for arrival in list(self._arrivals.values()):
             out += self._drop(arrival, "a worker was lost before all had connected to it")
         workers = list(self._roster.live.values())
         senders = [w.ident for w in workers]
-        self.terms.drop(node.rank, str(node), node.ident, senders, now)
+        self.terms.drop(node.rank, str(node), node.ident, senders, now, planned)
         why = text
         text += (
             f"; the job goes on with term {self.terms.number} and {len(workers)} of"
             f" {len(workers) + len(self._dropped)} workers"
         )
-        self.losses.append(Loss(node, why, text))
-        message = self._new_term([], text, dropped=[node.rank], living=len(workers))
+        self.losses.append(Loss(node, why, text, planned))
+        leaving = [node.rank] if planned else []
+        message = self._new_term(
+            [], text, dropped=[node.rank], living=len(workers), leaving=leaving
+        )
         self._share_again(now)
         told = [*workers, *self._roster.live_servers.values()]
         return out + [(n.ident, message) for n in told] + self._process_deferred_byes()

@@ -28,12 +28,14 @@ from bpsx.scheduler.terms import LAST, LONGEST_SECONDS, Terms, fixed_servers, ob
 class Loss(NamedTuple):
     """The loss of a server or worker that the job has survived.
 
-    ``why``: how the node ended. ``text``: that, and what follows from it.
+    ``why``: how the node ended. ``text``: that, and what follows from it. ``planned``: it has asked
+    to leave.
     """
 
     node: Node
     why: str
     text: str
+    planned: bool = False
 
 
 @dataclass
@@ -64,11 +66,13 @@ def term_message(
     living: int = 0,
     entered: Sequence[int] = (),
     met: bool = False,
+    leaving: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return TERM.
 
     ``dropped``, ``entered``: ranks of workers that were lost or have joined. ``living``: number of
-    workers then. ``met``: it ends a meeting.
+    workers then. ``met``: it ends a meeting. ``leaving``: ranks of workers that leave in good
+    order: at the next boundary, or now if they are among ``dropped``, too.
     """
     return {
         "type": "TERM",
@@ -81,6 +85,7 @@ def term_message(
         "entered": list(entered),
         "met": met,
         "living": living,
+        "leaving": list(leaving),
     }
 
 
@@ -220,7 +225,7 @@ class Surviving(Gathering):
 
     def _replacement(self, m: dict[str, Any]) -> str:
         """Tell the sender of HELLO or AGAIN ``m`` that it has been replaced, or return ""."""
-        for lost, _, text in self.losses:
+        for lost, _, text, _ in self.losses:
             if (m["role"], m["host"], m["pid"], m["lanes"]) == (
                 lost.role,
                 lost.host,

@@ -87,10 +87,10 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
 class Recovery:
     """How far the senders have come with one term. Times are of the hub's clock, in seconds.
 
-    ``lost``: the lost server's name, or that of a worker if ``shrinks``; or ``to``: those of
-    servers that get ``nbytes`` of the keys of living ones. ``missed``: a sender had left before.
-    ``awaited``: senders that have not sent MOVED, of ``senders``. ``partitions``, ``again``: sums
-    over the others.
+    ``lost``: the lost server's name, or that of a worker if ``shrinks``, which has left in good
+    order if ``planned``; or ``to``: those of servers that get ``nbytes`` of the keys of living
+    ones. ``missed``: a sender had left before. ``awaited``: senders that have not sent MOVED, of
+    ``senders``. ``partitions``, ``again``: sums over the others.
     """
 
     term: int
@@ -105,8 +105,15 @@ class Recovery:
     seconds: float = 0.0
     to: str = ""
     shrinks: bool = False
+    planned: bool = False
 
     def __str__(self) -> str:
+        if self.planned:
+            return (
+                f"term {self.term}: {self.senders} workers go on without {self.lost}, which has"
+                f" left in good order, and push {self.again} bytes again, {self.seconds:.3f} s"
+                " after all had stopped for it"
+            )
         if self.shrinks:
             return (
                 f"term {self.term}: {self.senders} workers go on without {self.lost} and push"
@@ -217,12 +224,18 @@ class Terms:
         return self.number
 
     def drop(
-        self, rank: int, name: str, sender: bytes, others: Collection[bytes], now: float
+        self,
+        rank: int,
+        name: str,
+        sender: bytes,
+        others: Collection[bytes],
+        now: float,
+        planned: bool = False,
     ) -> None:
         """Begin the next term, because worker ``rank`` is lost.
 
         ``name``, ``sender``: the worker, as text and as a sender of MOVED. ``others``: the workers
-        that will send MOVED. ``now``: when it was lost.
+        that will send MOVED. ``now``: when it was lost. ``planned``: it leaves in good order.
         """
         self.number += 1
         self._latest = now
@@ -232,9 +245,9 @@ class Terms:
         self._finish()
         self._lossy = True
         self.state = HANDOVER.after(self.state, HandoverEvent.WORKER_LOST)
-        self._open.append(
-            Recovery(self.number, name, now, False, set(others), senders=len(others), shrinks=True)
-        )
+        recovery = Recovery(self.number, name, now, False, set(others), senders=len(others))
+        recovery.shrinks, recovery.planned = True, planned
+        self._open.append(recovery)
 
     def enter(self, term: int, ranks: Iterable[int]) -> None:
         """Begin ``term``, because workers enter; no key moves."""

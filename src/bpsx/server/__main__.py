@@ -205,7 +205,7 @@ class Server:
                 return
 
     def _ask_to_leave(self) -> None:
-        self._link.send("DEPART", why="SIGTERM")
+        self._link.send("DEPART", why="SIGTERM", needs="")
 
     def _resume(self) -> None:
         """The job has a scheduler again, which can explain broken connections."""

@@ -1,6 +1,7 @@
-"""This worker's boundaries: moments of the script at which others may enter the job.
+"""This worker's boundaries: moments of the script at which workers may enter or leave the job.
 
-docs/internals/elastic-joins.md has the protocol and its table of states.
+docs/internals/elastic-joins.md has the protocol and its table of states,
+elastic-departures-workers.md what it adds for workers that leave.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from bpsx.session.states import OVER, Event, Lifetime
+from bpsx.session.states import OVER, Event, Life, Lifetime
 from bpsx.system.transitions import Table
 
 
 class Change(NamedTuple):
     """The workers, by number, that have entered the job or were lost since the last meeting.
 
-    All workers that have met get the same.
+    All workers that have met get the same. ``lost``: those that have left, too. ``leaving``: leave
+    at the next boundary. ``left``: this worker has left; it alone knows.
     """
 
-    entered: Sequence[int]
-    lost: Sequence[int]
+    entered: Sequence[int] = ()
+    lost: Sequence[int] = ()
+    leaving: Sequence[int] = ()
+    left: bool = False
 
 
 class Place(Enum):
@@ -39,6 +43,8 @@ class PlaceEvent(Enum):
     MEET = auto()
     STOPPED = auto()  #: HERE
     MET = auto()  #: TERM that ends the meeting
+    ANNOUNCED = auto()  #: TERM that says who will leave at the next boundary
+    LET_GO = auto()  #: GOODBYE
     OFF = auto()
 
 
@@ -53,7 +59,12 @@ PLACE: Table[Place, PlaceEvent] = Table(
         },
         Place.ASKED: {PlaceEvent.MEET: Place.BOUND, PlaceEvent.OFF: Place.FREE},
         Place.BOUND: {PlaceEvent.STOPPED: Place.HERE, PlaceEvent.OFF: Place.FREE},
-        Place.HERE: {PlaceEvent.MET: Place.FREE, PlaceEvent.OFF: Place.FREE},
+        Place.HERE: {
+            PlaceEvent.MET: Place.FREE,
+            PlaceEvent.ANNOUNCED: Place.BOUND,
+            PlaceEvent.LET_GO: Place.FREE,
+            PlaceEvent.OFF: Place.FREE,
+        },
     },
 )
 
@@ -73,9 +84,11 @@ class Boundaries:
         self._stop = 0  # boundary of the meeting
         self._tells = False  # this worker tells newcomers which names there are
         self._lost: list[int] = []
-        self._change = Change((), ())
+        self._change = Change()
         #: Whether the script has boundaries.
         self.used = False
+        #: Whether this worker has asked to leave the job.
+        self.asked = False
         #: Whether this worker has joined late and may not have got the model.
         self.fresh = False
 
@@ -103,7 +116,7 @@ class Boundaries:
             settled = True
 
     def _take_change(self) -> Change:
-        change, self._change = self._change, Change((), ())
+        change, self._change = self._change, Change()
         return change
 
     def note_synced(self, send: Callable[..., None]) -> None:
@@ -113,7 +126,7 @@ class Boundaries:
             send("SYNCED")
 
     def _stay(self, send: Callable[..., None], names: Callable[[], str]) -> None:
-        """Stop, until newcomers have entered or the meeting is off. The caller holds the lock."""
+        """Stop, until the meeting has ended or is off. The caller holds the lock."""
         self._life.move(Event.STOPPED)
         try:
             self._move(PlaceEvent.STOPPED)
@@ -145,18 +158,36 @@ class Boundaries:
             else:
                 self._move(PlaceEvent.OFF)
 
-    def meet(self, entered: Sequence[int], newcomer: bool) -> None:
+    def meet(self, entered: Sequence[int], newcomer: bool, leaving: Sequence[int] = ()) -> None:
         """The meeting has ended: the script may hear of lost workers and of those that entered.
 
         If some have, all count boundaries from here. ``newcomer``: this worker is one of them, and
-        begins with what the others do because of it.
+        begins with what the others do because of it. ``leaving``: workers that leave at the next
+        boundary, where all stop again.
         """
         with self._life.changed:
             self._passed = 0 if entered else self._passed
             self.fresh, self.used = self.fresh or newcomer, self.used or newcomer
-            self._change = Change((), ()) if newcomer else Change(tuple(entered), tuple(self._lost))
+            told = Change(tuple(entered), tuple(self._lost), tuple(leaving))
+            self._change = Change() if newcomer else told
             self._lost.clear()
-            self._move(PlaceEvent.MET)
+            self._stop = self._passed + 1 if leaving else self._stop
+            self._move(PlaceEvent.ANNOUNCED if leaving else PlaceEvent.MET)
+
+    @property
+    def awaits_goodbye(self) -> bool:
+        """Whether this worker has stopped and wants to leave."""
+        return self.asked and self._place is Place.HERE
+
+    def let_go(self) -> bool:
+        """GOODBYE: returns whether this worker leaves at a boundary, and not because of its BYE."""
+        with self._life.changed:
+            if self._life.state is not Life.STOPPED or self._place is not Place.HERE:
+                return False
+            self._life.move(Event.LET_GO)
+            self._change = Change(left=True)
+            self._move(PlaceEvent.LET_GO)
+            return True
 
     def lose(self, numbers: Sequence[int]) -> None:
         """Workers are lost."""

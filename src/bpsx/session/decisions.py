@@ -78,12 +78,13 @@ class Decisions:
         return sum(bool(term[TERM_FIELDS.index("entered")]) for term in self.terms)
 
     def report(
-        self, epoch: int, joined: bool, fresh: bool, broken: Iterable[int]
+        self, epoch: int, joined: bool, fresh: bool, broken: Iterable[int], leaves: bool
     ) -> dict[str, Any]:
         """What AGAIN says of this worker's state.
 
         ``joined``: whether it waits in join(). ``fresh``: whether it has joined the running job and
-        may not have got the model. ``broken``: lanes whose connections have ended.
+        may not have got the model. ``broken``: lanes whose connections have ended. ``leaves``:
+        whether it has stopped and waits for its GOODBYE.
         """
         return {
             "servers": self.servers,
@@ -96,6 +97,7 @@ class Decisions:
             "last": self.last,
             "joined": joined,
             "fresh": fresh,
+            "leaves": leaves,
             "key": self._key,
             "slots": sorted(self._slots.items()),
             "broken": sorted(broken),

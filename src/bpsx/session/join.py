@@ -28,6 +28,8 @@ class Joining:
 
     def raise_halted(self, what: str) -> None:
         """Raise :class:`JoinedError`: nothing may begin now, as servers do not count on it."""
+        if self._life.state is Life.DEPARTED:
+            raise JoinedError(f"{what}: this worker has left the job, as it was asked to")
         if self._life.state is Life.STOPPED:
             raise JoinedError(
                 f"{what}: this worker waits in commit(), as all others do, until a new one has"
@@ -65,7 +67,7 @@ class Joining:
         send: Callable[[str], None],
     ) -> int:
         life = self._life
-        if life.state is Life.STOPPED:
+        if life.state in (Life.STOPPED, Life.DEPARTED):
             self.raise_halted("join()")
         with life.lock:
             before = self._gatherings

@@ -43,6 +43,7 @@ class Liveness(Declarations):
         #: How often workers have joined the running job; the same on all when they go on.
         self.entries = 0
         self._boundaries = Boundaries(self._life)
+        self._why_leave = ""  # why this worker has asked to leave the running job
         # None: this process does not speak to servers, or they cannot change.
         self._late: LateServers | None = None
         self._begun: dict[int, tuple[int, str]] = {}  # terms that this process moves to: when, why
@@ -74,7 +75,8 @@ class Liveness(Declarations):
             )
 
         def look() -> None:
-            lanes.take_broken(leaving=life.state in (Life.LEAVING, Life.CLOSED))
+            gone = (Life.DEPARTED, Life.LEAVING, Life.CLOSED)
+            lanes.take_broken(leaving=life.state in gone)
             self._tell_moved()
             if self._late is not None:
                 self._late.look()
@@ -101,6 +103,7 @@ class Liveness(Declarations):
                     self.state is Life.JOINED,
                     self._boundaries.fresh,
                     self._lanes.broken,
+                    self._boundaries.awaits_goodbye,
                 ),
             }
             return fields, parts(self._decisions.known(self._declared))
@@ -111,6 +114,7 @@ class Liveness(Declarations):
         self.reporter.mark("no scheduler", self._link.gone_ns)
         self._lanes.restart()
         self._send_unanswered()
+        self._ask_to_leave()
         if self._late is not None:
             self._late.repeat()
 
@@ -152,6 +156,11 @@ class Liveness(Declarations):
         elif kind in ("SOON", "MEET", "OFF"):
             assert self._link is not None
             self._boundaries.hear(message, self._link.send)
+        elif kind == "STAY":
+            log.warning("worker %d cannot leave the job now: %s", self.number, message["text"])
+        elif kind == "GOODBYE":
+            if self._boundaries.let_go():
+                log.warning("worker %d has left the job: %s", self.number, self._why_leave)
         elif kind == "ADOPT":
             self._adopt(message)
         elif kind in ("JOINED", "CLEAR") and message["generation"] < self._decisions.cleared:
@@ -200,7 +209,7 @@ class Liveness(Declarations):
             self._company.show()
         if message["met"]:
             entered = message["entered"]
-            self._boundaries.meet(entered, self.number in entered)
+            self._boundaries.meet(entered, self.number in entered, message["leaving"])
 
     def _count_from_zero(self) -> None:
         """Have lanes count rounds from zero, before any thread of the script goes on."""
@@ -229,6 +238,11 @@ class Liveness(Declarations):
             )
             self._link.send("MOVED", term=term, partitions=partitions, again=again)
 
+    def _ask_to_leave(self) -> None:
+        """Tell the scheduler if this worker wants to leave. Signal handlers may call it."""
+        if self._why_leave and self._link is not None:
+            self._link.send("DEPART", why=self._why_leave, needs=self._company.needed_by)
+
     def _say_heard(self) -> None:
         """Tell the scheduler that the error has arrived.
 
@@ -240,7 +254,7 @@ class Liveness(Declarations):
     def _peer_lost(self, text: str, status: int = Status.PEER_LOST) -> None:
         """End the job: fail everything in progress and everything that is asked for later."""
         with self._lock:  # leaving takes the failure along, or this is too late to matter
-            counts = self.state not in (Life.FAILED, Life.LEAVING, Life.CLOSED)
+            counts = self.state not in (Life.FAILED, Life.DEPARTED, Life.LEAVING, Life.CLOSED)
             self._life.move(Event.JOB_FAILS)
             if not counts:
                 return

@@ -353,30 +353,50 @@ class Session(Liveness):
 
         All workers must call it equally often. Waits if some enter, until they have. Returns who
         has entered or was lost since the last call. One thread may call it at a time. Raises the
-        error that has ended the job.
+        error that has ended the job. If ``left`` is set in what it returns, this worker is in the
+        job no more.
         """
         change = self._pass_boundary()
-        if self._link is not None:
+        if self._link is not None and not change.left:
             self._boundaries.note_synced(self._link.send)
         return change
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether :meth:`leave` can let this worker leave, as far as the options say."""
+        return self.shrinks or self._link is None and self.config.may_lose_workers
+
+    def leave(self, why: str) -> bool:
+        """Ask to leave the running job at the next boundary; returns at once.
+
+        ``why``: for the log. Returns False if the job does not go on without workers, or has ended.
+        Any thread and signal handlers may call it.
+        """
+        if not self.may_leave or self.state in OVER:
+            return False
+        self._why_leave, self._boundaries.asked = why, True
+        self._ask_to_leave()
+        return True
 
     def _pass_boundary(self) -> Change:
         link = self._link
         if link is None or not self.shrinks:
-            return Change((), ())
+            return Change(left=bool(self._why_leave))
         change = self._boundaries.pass_one(self._settle, link.send, self._names_for_newcomers)
         if self.state in OVER:
             self._raise_job_error()
         return change
 
-    def await_agreement(self) -> None:
+    def await_agreement(self) -> Change:
         """Pass boundaries until all workers have agreed on who is left, if one has been lost.
 
-        Raises the error that has ended the job.
+        Returns what the last boundary has brought. Raises the error that has ended the job.
         """
-        while not self._company.all_shown:
-            self._pass_boundary()
+        change = Change()
+        while not (self._company.all_shown and not change.leaving or change.left):
+            change = self._pass_boundary()
             time.sleep(_AGREE_SECONDS)
+        return change
 
     def _settle(self) -> None:
         """Wait until nothing of this worker is under way."""

@@ -20,7 +20,8 @@ class Life(Enum):
     RUNNING = auto()
     JOINING = auto()  #: in join(), before JOIN was sent: this worker's push_pulls end first
     JOINED = auto()  #: in join(): the scheduler knows
-    STOPPED = auto()  #: at a boundary: all workers wait for one that enters
+    STOPPED = auto()  #: at a boundary: all workers wait for one that enters or leaves
+    DEPARTED = auto()  #: the others go on without this worker, which has asked for it
     BROKEN = auto()  #: the core has failed by itself; the others hear of it when this worker leaves
     FAILED = auto()  #: the job has failed
     ENDING = auto()  #: close() waits for work in progress
@@ -39,6 +40,7 @@ class Event(Enum):
     ALL_JOINED = auto()
     STOPPED = auto()
     GOES_ON = auto()
+    LET_GO = auto()
     CORE_FAILS = auto()
     JOB_FAILS = auto()
     CLOSE_CALLED = auto()
@@ -47,8 +49,8 @@ class Event(Enum):
 
 
 #: The states in which nothing may begin: this worker has called join(), and some others have not;
-#: or it has stopped.
-HALTED = (Life.JOINING, Life.JOINED, Life.STOPPED)
+#: or it has stopped; or it is in the job no more.
+HALTED = (Life.JOINING, Life.JOINED, Life.STOPPED, Life.DEPARTED)
 #: The states in which join() cannot end well.
 OVER = (Life.BROKEN, Life.FAILED, Life.ENDING, Life.LEAVING, Life.CLOSED)
 #: The states after close() was called.
@@ -90,9 +92,14 @@ SESSION: Table[Life, Event] = Table(
         },
         Life.STOPPED: {
             Event.GOES_ON: Life.RUNNING,
+            Event.LET_GO: Life.DEPARTED,
             Event.CORE_FAILS: Life.BROKEN,
             Event.JOB_FAILS: Life.FAILED,
             Event.CLOSE_CALLED: Life.ENDING,
+        },
+        Life.DEPARTED: {
+            Event.CLOSE_CALLED: Life.LEAVING,
+            **_stays(Life.DEPARTED, *_LATE, Event.JOB_FAILS),
         },
         Life.BROKEN: {
             Event.JOB_FAILS: Life.FAILED,

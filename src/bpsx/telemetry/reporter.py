@@ -153,7 +153,8 @@ class Reporter:
         # Tensor -> push_pulls of a single worker, which has no core that counts them.
         self._steps: dict[str, int] = {}
         self._writing: threading.Thread | None = None
-        self._on_sigterm: Callable[[int, FrameType | None], None] | None = None
+        #: This reporter's handler of SIGTERM, if it has one.
+        self.on_sigterm: Callable[[int, FrameType | None], None] | None = None
         self._watched_until = 0.0
         self._send: Send | None = None
         self._stats: Callable[[], dict[str, Any]] = dict
@@ -340,9 +341,9 @@ class Reporter:
     def close(self) -> None:
         """Write all unwritten recordings. Idempotent. Does not raise."""
         if (
-            self._on_sigterm is not None
+            self.on_sigterm is not None
             and threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is self._on_sigterm
+            and signal.getsignal(signal.SIGTERM) is self.on_sigterm
         ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with self._lock:
@@ -379,7 +380,7 @@ class Reporter:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-        self._on_sigterm = end
+        self.on_sigterm = end
         signal.signal(signal.SIGTERM, end)
 
     def _drain(self) -> None:

@@ -16,12 +16,20 @@ from bpsx.api.lifecycle import initialised
 from bpsx.api.verbs import rank, size
 from bpsx.errors import ConfigError
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import HostsUpdatedInterrupt, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.objects import broadcast_object
 from bpsx.torch.ops import push_pull
 
-__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "State", "TorchState", "run"]
+__all__ = [
+    "Departed",
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "State",
+    "TorchState",
+    "leave",
+    "run",
+]
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]

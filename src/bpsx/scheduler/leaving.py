@@ -1,0 +1,145 @@
+"""The part of a job's membership that lets workers leave in good order while the job runs. Pure.
+
+docs/internals/elastic-departures-workers.md has the protocol. A worker that has to end asks with
+DEPART. All workers meet, and hear of it; they meet again at their next boundary, and the job goes
+on without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.meetings import Meeting, MeetingEvent
+from bpsx.scheduler.roster import Node, names
+from bpsx.scheduler.shrinking import Shrinking
+from bpsx.scheduler.states import JobState
+
+
+@dataclass
+class Wish:
+    """A worker's wish to leave. ``needs``: what it has called that needs all workers, or ""."""
+
+    why: str
+    needs: str
+
+
+class Leaving(Shrinking):
+    """The workers that want to leave the running job."""
+
+    _meeting: Meeting
+    _stopped: float | None
+    _fresh: set[int]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._leavers: dict[bytes, Wish] = {}  # workers that have asked, in this order
+        # They have left, but not got GOODBYE, as others may not know yet.
+        self._parting: list[bytes] = []
+
+    def depart(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle DEPART of a server or a worker. ``m``: why, needs."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker":
+            return super().depart(ident, m, now)
+        if node.left or self.state is not JobState.RUNNING:
+            return []
+        if ident not in self._leavers:
+            self.notes.append(f"{node} wants to leave the job: {m['why']}")
+        self._leavers[ident] = Wish(m["why"], m["needs"])
+        why = self._why_needed()
+        return [(ident, {"type": "STAY", "text": why})] if why else []
+
+    @property
+    def _wishing(self) -> list[Node]:
+        """The live workers that want to leave."""
+        self._leavers = {i: w for i, w in self._leavers.items() if not self.nodes[i].left}
+        return [self.nodes[ident] for ident in self._leavers]
+
+    @property
+    def _all_leave(self) -> bool:
+        return bool(self._wishing) and len(self._wishing) == len(self._roster.live)
+
+    def _why_needed(self) -> str:
+        """Why workers that want to leave have to stay, or ""."""
+        if self._all_leave:
+            return ""
+        if why := super()._fixed_workers():
+            return why
+        for wish in self._leavers.values():
+            if wish.needs:
+                return f"{wish.needs} needs all workers"
+        rest = self._roster.live.keys() - {node.rank for node in self._wishing}
+        return "no other worker has got the model yet" if self._fresh >= rest else ""
+
+    def _may_leave(self) -> list[Node]:
+        """The workers that want to leave, if the others can go on without them."""
+        wishing = self._wishing
+        return wishing if wishing and not self._why_needed() else []
+
+    def _leave(self, now: float) -> list[Output] | None:
+        """All workers have stopped: let some leave, or announce it. None: there is nothing to do.
+
+        They leave at once if that has been announced in this meeting, if all leave, or if all wait
+        for others to join already.
+        """
+        leaving = self._may_leave()
+        if not leaving:
+            return None
+        if self._all_leave:
+            return self._end(now)
+        if not (self._meeting.announced or self._stopped is not None):
+            return self._announce(leaving, now)
+        out: list[Output] = []
+        for node in leaving:
+            why = self._leavers.pop(node.ident).why
+            self._remove(node)
+            self._parting.append(node.ident)
+            out += self._lose_worker(node, f"{node} leaves the job: {why}", now, planned=True)
+            out += self._after_leaving(node)
+        return out
+
+    def _announce(self, leaving: list[Node], now: float) -> list[Output]:
+        """Tell all workers who leaves at their next boundary, where they stop again."""
+        assert self.terms is not None
+        live = [w.ident for w in self._roster.live.values()]
+        self._meeting.move(MeetingEvent.ANNOUNCED, live, now)
+        text = (
+            f"term {self.terms.skip()}: {names([str(node) for node in leaving])} will leave the"
+            " job at the next boundary"
+        )
+        ranks = [node.rank for node in leaving]
+        term = self._new_term([], text, met=True, leaving=ranks)
+        return [(ident, term) for ident in live]
+
+    def _end(self, now: float) -> list[Output]:
+        """All workers leave, and nothing of them is under way: the job is done."""
+        self._meeting.move(MeetingEvent.ALL_MET, (), now)
+        self.notes.append("all workers leave the job")
+        out: list[Output] = []
+        for node in list(self._roster.live.values()):
+            out += self.bye(node.ident, {"failure": ""}, now)
+        return out
+
+    def tend(self, now: float) -> list[Output]:
+        """See :class:`~bpsx.scheduler.arrivals.Arriving`."""
+        out = super().tend(now)
+        return out if self._keys_move() else out + self._farewells()
+
+    def _farewells(self) -> list[Output]:
+        """Let workers go of which the others know that they have left."""
+        parting, self._parting = self._parting, []
+        return [(ident, {"type": "GOODBYE"}) for ident in parting]
+
+    def _remove(self, node: Node) -> None:
+        """See :class:`~bpsx.scheduler.arrivals.Arriving`."""
+        raise NotImplementedError
+
+    def _after_leaving(self, node: Node) -> list[Output]:
+        """What follows when a node has left."""
+        raise NotImplementedError
+
+    def bye(self, ident: bytes, m: dict[str, Any], now: float = 0.0) -> list[Output]:
+        """See :class:`~bpsx.scheduler.membership.Membership`."""
+        raise NotImplementedError
