@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 
 import pytest
 
@@ -14,6 +16,7 @@ TRAINING = """
     import bpsx, time, zlib, numpy as np
 
     bpsx.init()
+    {begin}
 
     @bpsx.elastic.run
     def train(state):
@@ -22,12 +25,14 @@ TRAINING = """
             state.weights += bpsx.push_pull(np.ones(1000), name="g", average=True)
             state.counted += float(bpsx.push_pull(np.ones(1), name="n", average=False)[0])
             state.step += 1
+            {middle}
             report(["step", state.step, bpsx.size()])
             time.sleep(0.005)
             state.commit()
 
     state = bpsx.State(step=0, weights=np.zeros(1000), counted=0.0)
     state.register_departure_callbacks([
+        {callback}
         lambda: report(["left", bpsx.rank(), bpsx.size(), state.step, state.counted])
     ])
     train(state)
@@ -40,10 +45,13 @@ SHRINK = {"BPSX_ELASTIC": "shrink"}
 class Departing(Job):
     """A job that runs :data:`TRAINING`."""
 
-    def __init__(self, workers: int = 3, steps: int = 150, env=None, **more) -> None:
+    def __init__(
+        self, workers: int = 3, steps: int = 150, env=None, begin="", middle="", callback="", **more
+    ) -> None:
+        """``begin``, ``middle``, ``callback``: lines for its beginning, its steps and its list."""
         self.steps = steps
-        env = {**SHRINK, **(env or {})}
-        super().__init__(TRAINING.format(steps=steps), workers=workers, env=env, **more)
+        source = TRAINING.format(steps=steps, begin=begin, middle=middle, callback=callback)
+        super().__init__(source, workers=workers, env={**SHRINK, **(env or {})}, **more)
 
     def ask(self, worker: int, step: int = 10) -> None:
         """Send SIGTERM to a worker after a step."""
@@ -86,3 +94,283 @@ def test_a_worker_leaves(transport, servers, leaver):
         (line,) = [x for x in job.scheduler.errors if "which has left in good order" in x]
         assert "push 0 bytes again" in line
         assert float(line.split("again, ")[1].split(" s ")[0]) < 1.0
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_workers_leave_one_after_the_other(transport):
+    """The last one ends the job, and calls its callbacks as the others do."""
+    with Departing(steps=10_000, env=TRANSPORTS[transport], servers=2) as job:
+        for worker, step in ((1, 5), (0, 20), (2, 40)):
+            job.ask(worker, step)
+            assert job.left(worker)[0] == "left"
+        assert [job.left(i)[1:3] for i in range(3)] == [[0, 2], [1, 3], [0, 1]]
+        assert job.scheduler.wait() == 0, job.everything()
+        assert [s.wait() for s in job.servers] == [0, 0], job.everything()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_all_workers_leave_at_once(transport):
+    """As on a pool of spot machines that is taken away: the job ends well."""
+    with Departing(steps=10_000, env=TRANSPORTS[transport], servers=2) as job:
+        for worker in job.workers:
+            worker.wait_for_line('["step", 10,')
+        for worker in job.workers:
+            worker.signal(signal.SIGTERM)
+        last = [job.left(i) for i in range(3)]
+        assert {r[0] for r in last} == {"left"}
+        # Whoever leaves last has made all steps that were made.
+        assert sum(r[3] for r in last) == max(r[4] for r in last)
+        assert job.scheduler.wait() == 0, job.everything()
+        assert [s.wait() for s in job.servers] == [0, 0], job.everything()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_worker_and_a_server_leave_at_once(transport):
+    with Departing(env=TRANSPORTS[transport], servers=2) as job:
+        job.workers[1].wait_for_line('["step", 10,')
+        for process in random.sample([job.servers[0], job.workers[1]], 2):
+            process.signal(signal.SIGTERM)
+        assert job.servers[0].wait() == 0
+        assert "other servers take the keys over" in job.servers[0].text()
+        job.end_well(1)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_a_worker_is_killed_before_it_comes_to_its_boundary(transport):
+    with Departing(3, env=TRANSPORTS[transport], servers=2) as job:
+        job.workers[2].wait_for_line('["step", 10,')
+        job.workers[2].signal(signal.SIGSTOP)
+        job.workers[2].signal(signal.SIGTERM)
+        job.workers[2].signal(signal.SIGKILL)
+        stayed = job.workers[:2]
+        assert [w.wait() for w in stayed] == [0, 0], job.everything()
+        assert {tuple(w.reports()[-1][2:5]) for w in stayed} == {(2, 150, 150_000.0)}
+        assert "leaves the job" not in job.scheduler.text()
+
+
+def test_a_worker_is_killed_at_any_moment_after_sigterm():
+    for _ in range(6):
+        with Departing(3, steps=60) as job:
+            job.ask(2)
+            time.sleep(random.random() * 0.02)
+            job.workers[2].signal(signal.SIGKILL)
+            stayed = job.workers[:2]
+            assert [w.wait() for w in stayed] == [0, 0], job.everything()
+            assert {tuple(w.reports()[-1][2:5]) for w in stayed} == {(2, 60, 60_000.0)}
+
+
+@pytest.mark.parametrize("moment", ["before", "while", "after"])
+def test_the_scheduler_dies(moment):
+    with Departing(3, steps=400, servers=2) as job:
+        job.workers[0].wait_for_line('["step", 10,')
+        port = int(job.port)
+        if moment != "before":
+            job.workers[1].signal(signal.SIGTERM)
+        if moment == "while":
+            time.sleep(random.random() * 0.015)
+        if moment == "after":
+            job.left(1)
+        job.scheduler.signal(signal.SIGKILL)
+        job.scheduler.wait()
+        if moment == "before":
+            job.workers[1].signal(signal.SIGTERM)
+            job.workers[1].wait_for_line("got SIGTERM")
+        job.start_scheduler(port)
+        job.end_well(1)
+
+
+def test_another_takes_the_place_in_the_same_meeting():
+    with Departing(3, steps=300, servers=2) as job:
+        job.workers[1].wait_for_line('["step", 10,')
+        job.start_worker(1)
+        job.scheduler.wait_for_line("wants to join the running job")
+        job.workers[1].signal(signal.SIGTERM)
+        job.left(1)
+        stayed = [job.workers[i] for i in (0, 2, 3)]
+        assert [w.wait() for w in stayed] == [0] * 3, job.everything()
+        assert {tuple(w.reports()[-1][2:5]) for w in stayed} == {(3, 300, 300_000.0)}
+        sizes = {r[2] for r in job.workers[0].reports() if r[0] == "step"}
+        assert sizes == {3}, "no step was made without it"
+
+
+def test_the_oldest_worker_leaves_while_another_joins():
+    """It alone has the model until the other one has made a step."""
+    with Departing(2, steps=300, servers=2) as job:
+        job.workers[0].wait_for_line('["step", 10,')
+        job.workers[1].signal(signal.SIGKILL)
+        job.scheduler.wait_for_line("workers go on without")
+        job.start_worker(1)
+        job.scheduler.wait_for_line("wants to join the running job")
+        job.workers[0].signal(signal.SIGTERM)
+        assert job.left(0)[0] == "left"
+        assert job.workers[2].wait() == 0, job.everything()
+        assert job.workers[2].reports()[-1][1:5] == [0, 1, 300, 300_000.0]
+
+
+def test_with_replace_the_others_wait():
+    env = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "60"}
+    with Departing(3, env=env, servers=2) as job:
+        job.ask(1)
+        job.left(1)
+        job.scheduler.wait_for_line("all workers have stopped, and wait for another in the place")
+        job.start_worker(1)
+        stayed = [job.workers[i] for i in (0, 2, 3)]
+        assert [w.wait() for w in stayed] == [0] * 3, job.everything()
+        assert {tuple(w.reports()[-1][2:5]) for w in stayed} == {(3, 150, 150_000.0)}
+        assert {r[2] for r in job.workers[0].reports() if r[0] == "step"} == {3}
+
+
+def test_with_replace_all_that_wait_leave_and_the_job_ends_well():
+    env = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "60"}
+    with Departing(2, env=env) as job:
+        job.ask(1)
+        job.left(1)
+        job.scheduler.wait_for_line("all workers have stopped, and wait for another in the place")
+        job.workers[0].signal(signal.SIGTERM)
+        assert job.left(0)[:3] == ["left", 0, 2]
+        assert job.scheduler.wait() == 0, job.everything()
+
+
+# ---- the signal
+
+
+def stuck(env: dict[str, str] | None = None, **more: str) -> Departing:
+    """A job whose worker 1 stays in a step until it hears a line."""
+    first = "if state.step == 10 and os.environ['DMLC_WORKER_ID'] == '1': report('stuck'); hear()"
+    return Departing(2, steps=40, env=env, middle=first, **more)
+
+
+def go_on(job: Departing) -> None:
+    """Send SIGTERM to the worker that is stuck, and let it go on."""
+    job.workers[1].wait_for_line('"stuck"')
+    job.workers[1].signal(signal.SIGTERM)
+    job.workers[1].wait_for_line("got SIGTERM: it leaves the job at its next commit()")
+    job.workers[1].say("")
+
+
+def test_two_signals_within_a_second_are_one():
+    """Batch systems send it to all processes, and bpsx-run passes it on."""
+    with stuck() as job:
+        job.workers[1].wait_for_line('"stuck"')
+        for _ in range(3):
+            job.workers[1].signal(signal.SIGTERM)
+            time.sleep(0.1)
+        job.workers[1].say("")
+        job.end_well(1)
+
+
+@pytest.mark.parametrize("way", ["second", "grace"])
+def test_a_worker_that_does_not_come_to_a_boundary_ends(way):
+    """With a second signal, or when its time is over; it is a death."""
+    with stuck({"BPSX_TERM_GRACE": "0.7" if way == "grace" else "60"}) as job:
+        job.workers[1].wait_for_line('"stuck"')
+        job.workers[1].signal(signal.SIGTERM)
+        job.workers[1].wait_for_line("got SIGTERM: it leaves the job at its next commit()")
+        if way == "second":
+            time.sleep(1.1)
+            job.workers[1].signal(signal.SIGTERM)
+        assert job.workers[1].wait() == -signal.SIGTERM
+        assert job.workers[0].wait() == 0, job.everything()
+        assert job.workers[0].reports()[-1][2:5] == [1, 40, 40_000.0]
+        assert "leaves the job: SIGTERM" not in job.scheduler.text()
+
+
+def test_the_time_is_over_only_for_one_that_has_not_left():
+    """A callback may take longer, as to save a checkpoint."""
+    with stuck({"BPSX_TERM_GRACE": "1"}, callback="lambda: time.sleep(1.5),") as job:
+        go_on(job)
+        job.end_well(1)
+
+
+def test_a_handler_of_the_script_stays():
+    begin = "import signal; signal.signal(signal.SIGTERM, lambda *_: report('own'))"
+    with stuck(begin=begin) as job:
+        job.workers[1].wait_for_line('"stuck"')
+        job.workers[1].signal(signal.SIGTERM)
+        job.workers[1].wait_for_line('"own"')
+        job.workers[1].say("")
+        job.end_well()
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_script_asks_by_itself(thread):
+    """In a handler of its own, or in any thread."""
+    call = (
+        "threading.Thread(target=bpsx.elastic.leave).start()" if thread else "bpsx.elastic.leave()"
+    )
+    begin = f"import signal, threading; signal.signal(signal.SIGTERM, lambda *_: {call})"
+    with stuck(begin=begin) as job:
+        job.workers[1].wait_for_line('"stuck"')
+        job.workers[1].signal(signal.SIGTERM)
+        job.scheduler.wait_for_line("wants to leave the job: its script has asked for it")
+        job.workers[1].say("")
+        job.end_well(1)
+
+
+AFTER = """
+    import signal
+
+    def after():
+        report(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+        for call in (lambda: bpsx.push_pull(np.ones(3), name="g"), bpsx.join, bpsx.barrier):
+            try:
+                call()
+            except bpsx.errors.JoinedError as e:
+                report(str(e))
+        try:
+            bpsx.elastic.leave()
+        except bpsx.ConfigError as e:
+            report(str(e))
+"""
+
+
+def test_nothing_can_be_exchanged_after_that_and_the_handler_is_put_back():
+    with stuck(begin=AFTER.lstrip(), callback="after,") as job:
+        go_on(job)
+        job.end_well(1)
+        restored, *halted, asks, _ = job.workers[1].reports()[-6:]
+        assert restored is True
+        assert all("this worker has left the job" in text for text in halted), halted
+        assert "the job does not go on without this worker, as it has ended" in asks
+
+
+def test_sigterm_before_the_training_begins_is_a_death():
+    with Departing(2, middle="if state.step == 30: hear()") as job:
+        for worker in job.workers:
+            worker.wait_for_line('["step", 29,')
+        job.start_worker(1)
+        job.scheduler.wait_for_line("wants to join the running job")
+        job.workers[2].signal(signal.SIGTERM)
+        assert job.workers[2].wait() == -signal.SIGTERM
+        job.scheduler.wait_for_line("does not join the running job")
+        for worker in job.workers[:2]:
+            worker.say("")
+        assert [w.wait() for w in job.workers[:2]] == [0, 0], job.everything()
+
+
+@pytest.mark.parametrize("elastic", ["servers", "shrink"])
+def test_a_worker_alone_leaves_too(elastic):
+    with Departing(1, env={"BPSX_ELASTIC": elastic}, alone=True, servers=0) as job:
+        job.ask(0)
+        if elastic == "servers":
+            assert job.workers[0].wait() == -signal.SIGTERM, "as without elastic training"
+        else:
+            assert job.left(0)[:3] == ["left", 0, 1]
+
+
+def test_timelines_are_written_all_the_same(tmp_path):
+    """A second signal is for the handler that was there before."""
+    env = {
+        "BYTEPS_TRACE_ON": "1",
+        "BYTEPS_TRACE_DIR": str(tmp_path),
+        "BYTEPS_TRACE_END_STEP": "999",
+    }
+    with stuck(env) as job:
+        job.workers[1].wait_for_line('"stuck"')
+        job.workers[1].signal(signal.SIGTERM)
+        job.workers[1].wait_for_line("got SIGTERM")
+        time.sleep(1.1)
+        job.workers[1].signal(signal.SIGTERM)
+        assert job.workers[1].wait() == -signal.SIGTERM
+        assert job.workers[0].wait() == 0
+    assert len(list(tmp_path.rglob("*.json"))) >= 2, sorted(tmp_path.rglob("*"))

@@ -210,6 +210,8 @@ class Worker(Node):
         self._tell_moved()
         if self.wants:
             self.ask_to_leave()
+        if not self.fresh:
+            self.send("SYNCED")
         for server, failure in self.said.items():
             self.send("CONNECTED", server=server, failure=failure)
 

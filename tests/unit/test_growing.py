@@ -453,6 +453,24 @@ def test_a_server_that_is_back_first_does_not_end_the_job():
     all_agree(world)
 
 
+def test_a_newcomer_gets_the_model_while_there_is_no_scheduler():
+    """It says so again to the next one, to which it has introduced itself before."""
+    world, newcomer = entering(random.Random(1), 2)
+    while newcomer.state == "entering":
+        world.look()
+        take_some(world, random.Random(2))
+    newcomer.fresh = True
+    world.kill_hub()
+    world.start_hub()
+    for node in world.nodes:
+        if not node.dead:
+            node.introduce()
+    newcomer.step()
+    assert not newcomer.fresh
+    world.settle()
+    assert not world.hub._fresh
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_random_lives(seed):
     """Workers and servers die and come, and the scheduler too, at any time."""

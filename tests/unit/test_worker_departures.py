@@ -364,8 +364,8 @@ def test_random_lives_with_departures(seed: int) -> None:
         elif what < 0.06:
             world.enter(rng.randrange(4))
         elif what < 0.07 and world.hub is not None:
-            for witness in live:  # a loss of which too few have heard would end the job
-                while witness.inbox:
+            for witness in world.workers:  # what too few have heard of would end the job
+                while witness.inbox and not witness.dead:
                     witness.take()
             world.kill_hub()
             for newcomer in world.workers:

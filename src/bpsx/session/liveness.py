@@ -115,6 +115,8 @@ class Liveness(Declarations):
         self._lanes.restart()
         self._send_unanswered()
         self._ask_to_leave()
+        if not self._boundaries.fresh:  # perhaps not any more since AGAIN has been sent
+            self._link.send("SYNCED")
         if self._late is not None:
             self._late.repeat()
 

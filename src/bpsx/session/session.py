@@ -372,7 +372,7 @@ class Session(Liveness):
         ``why``: for the log. Returns False if the job does not go on without workers, or has ended.
         Any thread and signal handlers may call it.
         """
-        if not self.may_leave or self.state in OVER:
+        if not self.may_leave or self.state in (*OVER, Life.DEPARTED):
             return False
         self._why_leave, self._boundaries.asked = why, True
         self._ask_to_leave()
