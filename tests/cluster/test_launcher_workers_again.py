@@ -95,3 +95,58 @@ def test_a_worker_that_is_not_let_in_ends_with_the_job(tmp_path):
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("done 2") == 2
     assert "accepts no more nodes" in job.stderr
+
+
+LEAVING = """
+    import os, signal, time
+    import bpsx, numpy as np
+
+    bpsx.init()
+
+    @bpsx.elastic.run
+    def train(state):
+        while state.step < 60:
+            bpsx.push_pull(np.ones(10), name="x")
+            state.step += 1
+            if state.step == 20 and {who}:
+                os.kill({pid}, signal.SIGTERM)
+            time.sleep(0.01)
+            state.commit()
+
+    state = bpsx.State(step=0)
+    state.register_departure_callbacks([lambda: print("left", bpsx.rank(), flush=True)])
+    train(state)
+    print("done", bpsx.rank(), bpsx.size(), flush=True)
+    bpsx.shutdown()
+"""
+
+
+def run_leaving(who: str, pid: str, *options: str) -> subprocess.CompletedProcess[str]:
+    source = textwrap.dedent(LEAVING.format(who=who, pid=pid))
+    command = [sys.executable, "-m", "bpsx", "--local", "--workers", "3", "--servers", "2"]
+    return subprocess.run(
+        [*command, *options, sys.executable, "-c", source],
+        env={**os.environ, "BPSX_ELASTIC": "shrink"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_a_worker_that_leaves_is_not_started_again():
+    job = run_leaving("bpsx.rank() == 1 and bpsx.size() == 3", "os.getpid()", "--max-restarts", "9")
+    assert job.returncode == 0, job.stderr
+    assert sorted(line.split("] ")[-1] for line in job.stdout.splitlines()) == [
+        "done 0 2", "done 1 2", "left 1",
+    ]  # fmt: skip
+    assert "started again" not in job.stderr and "went on without" not in job.stderr, job.stderr
+
+
+def test_all_workers_leave_after_sigterm_to_bpsx_run():
+    """It passes the signal on to them."""
+    job = run_leaving("bpsx.rank() == 1", "os.getppid()")
+    assert job.returncode == 0, job.stderr
+    said = sorted(line.split("] ")[-1] for line in job.stdout.splitlines())
+    assert [s.split()[0] for s in said] == ["left"] * 3
+    assert job.stderr.count("got SIGTERM: it leaves the job") == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from bpsx.errors import ConfigError, PeerLostError
+from bpsx.plugin import departure
 from bpsx.plugin import elastic as plugin
+from bpsx.session.boundaries import Change
 from bpsx.torch import elastic
 from bpsx.torch import horovod as hvd
 from support.jobs import TRANSPORTS, Job
@@ -88,6 +91,51 @@ def test_a_worker_is_lost_and_another_joins(transport, optimizer):
         assert steps == list(range(1, len(steps) + 1)), "a survivor has discarded a step"
 
 
+PROCESSED = """
+    import torch, time
+    import bpsx.torch as bps
+
+    bps.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
+    )
+    data = torch.arange(240.0).reshape(-1, 1)
+    sampler = bps.elastic.ElasticSampler(data)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+
+    @bps.elastic.run
+    def train(state):
+        for i, x in enumerate(loader):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            sampler.record_batch(i, 2)
+            report(x.flatten().tolist())
+            time.sleep(0.01)
+            state.commit()
+
+    train(bps.elastic.TorchState(model, optimizer, sampler=sampler))
+    report("end")
+    bps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_what_a_worker_has_processed_is_not_processed_again_when_it_has_left(leaver):
+    """Each sample is processed once, except those that a sampler repeats to fill a round."""
+    with Job(PROCESSED, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+        job.workers[leaver].wait_for_line("[", count=12)
+        job.workers[leaver].signal(signal.SIGTERM)
+        everything = "\n".join(p.text()[-2000:] for p in job.processes)
+        assert [w.wait() for w in job.workers] == [0] * 3, everything
+        reports = [r for w in job.workers for r in w.reports()]
+        assert reports.count("end") == 2
+        seen = Counter(x for r in reports if r != "end" for x in r)
+        assert set(seen) == set(range(240))
+        assert sum(seen.values()) - 240 <= 2 * 3, [x for x in seen if seen[x] > 1]
+
+
 def test_rank_0_is_lost_while_it_sends_the_model():
     """Whoever has the model then goes on, and sends it."""
     source = TRAINING.format(optimizer=SGD).replace(
@@ -123,11 +171,15 @@ def changes(monkeypatch) -> list:
     """What the next boundaries report."""
     found: list = []
     fake = SimpleNamespace(
-        pass_boundary=lambda: found.pop(0) if found else SimpleNamespace(entered=(), lost=()),
+        pass_boundary=lambda: found.pop(0) if found else Change(),
         failure="",
-        await_agreement=lambda: None,
+        await_agreement=Change,
+        may_leave=False,
+        reporter=SimpleNamespace(on_sigterm=None),
+        leave=lambda why: False,
     )
-    monkeypatch.setattr(plugin, "session", lambda: fake)
+    for module in (plugin, departure):
+        monkeypatch.setattr(module, "session", lambda: fake)
     return found
 
 
@@ -140,7 +192,7 @@ class Local(plugin.State):
 
 
 def test_run_begins_anew_when_workers_have_joined(changes):
-    changes += [SimpleNamespace(entered=(1,), lost=()), SimpleNamespace(entered=(), lost=(2,))]
+    changes += [Change(entered=(1,)), Change(lost=(2,))]
     state, calls = Local(step=0), []
     state.register_reset_callbacks([lambda: calls.append("reset")])
 
@@ -208,6 +260,38 @@ def test_run_raises_the_end_of_the_job(monkeypatch, error):
 
     with pytest.raises(type(error), match="gone"):
         train(Framed(step=1))
+
+
+def test_all_agree_before_one_leaves_and_begin_anew_after_that(changes):
+    changes += [Change(leaving=(2,)), Change(lost=(2,)), Change(leaving=(1,)), Change()]
+    state, calls = Local(step=0), []
+    state.regroup = lambda: calls.append("regroup")
+
+    @plugin.run
+    def train(state):
+        calls.append(state.step)
+        while state.step < 4:
+            state.step += 1
+            state.commit()
+
+    train(state)
+    # The second departure was called off: all begin anew, too.
+    assert calls == [0, "regroup", "regroup", 1, "regroup", "regroup", 2]
+
+
+def test_a_worker_that_leaves_calls_its_callbacks_and_exits(changes, monkeypatch):
+    changes += [Change(leaving=(0,)), Change(left=True)]
+    state, calls = Local(step=3), []
+    state.register_departure_callbacks([lambda: calls.append(state.step)])
+    monkeypatch.setattr(plugin, "shutdown", lambda: calls.append("shutdown"))
+    with pytest.raises(elastic.Departed) as e:
+        plugin.run(lambda state: state.commit())(state)
+    assert e.value.code == 0 and calls == [3, "shutdown"]
+
+
+def test_leave_says_why_it_cannot(changes):
+    with pytest.raises(ConfigError, match="does not go on without this worker"):
+        elastic.leave()
 
 
 def test_run_needs_a_state(changes):
