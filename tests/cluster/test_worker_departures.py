@@ -231,6 +231,49 @@ def test_with_replace_all_that_wait_leave_and_the_job_ends_well():
         assert job.scheduler.wait() == 0, job.everything()
 
 
+COMPRESSED = """
+    import bpsx, zlib, time, numpy as np
+    from bpsx.api.lifecycle import session
+    from bpsx.compression.spec import compression
+
+    bpsx.init()
+    spec = {{"compressor": {codec!r}, "k": 600, "ef": "vanilla", "seed": 3}}
+    if {codec!r} == "onebit":
+        spec = {{"compressor": "onebit", "scaling": True, "ef": "vanilla"}}
+    session().declare("g", compression(spec))
+    draw = np.random.default_rng(session().number)
+
+    @bpsx.elastic.run
+    def train(state):
+        while state.step < 150:
+            gradient = draw.standard_normal(60_000).astype(np.float32)
+            state.weights += bpsx.push_pull(gradient, name="g", average=True)
+            state.step += 1
+            report(["step", state.step, zlib.crc32(state.weights.tobytes())])
+            time.sleep(0.003)
+            state.commit()
+
+    train(bpsx.State(step=0, weights=np.zeros(60_000, np.float32)))
+    bpsx.shutdown()
+"""
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk", "randomk"])
+def test_a_worker_leaves_and_a_server_dies_with_compression(codec):
+    env = {**SHRINK, "BYTEPS_MIN_COMPRESS_BYTES": "0", "BYTEPS_PARTITION_BYTES": "65536"}
+    with Job(COMPRESSED.format(codec=codec), workers=3, servers=2, env=env) as job:
+        job.workers[1].wait_for_line('["step", 30')
+        job.workers[1].signal(signal.SIGTERM)
+        assert job.workers[1].wait() == 0, job.workers[1].text()[-2000:]
+        job.servers[0].signal(signal.SIGKILL)
+        everything = "\n".join(p.text()[-1500:] for p in job.processes)
+        assert [job.workers[i].wait() for i in (0, 2)] == [0, 0], everything
+        first, left, second = (w.reports() for w in job.workers)
+        assert first == second and first[-1][1] == 150
+        assert left == first[: len(left)], "weights differ in some step"
+        assert "starts from zero" not in job.servers[1].text()
+
+
 # ---- the signal
 
 

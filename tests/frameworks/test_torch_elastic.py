@@ -163,6 +163,29 @@ def test_rank_0_is_lost_while_it_sends_the_model():
         assert first[2:] == second[2:] and first[2] == 2
 
 
+def test_rank_0_dies_while_all_agree_on_a_departure():
+    """All others go back to the last commit, and one of them still leaves in good order."""
+    source = PROCESSED.replace(
+        "    @bps.elastic.run\n",
+        """    if bps.rank() == 0:
+        bps.elastic.TorchState.regroup = lambda self: os.kill(os.getpid(), 9)
+
+    @bps.elastic.run
+""",
+        1,
+    )
+    with Job(source, workers=4, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+        job.workers[2].wait_for_line("[", count=12)
+        job.workers[2].signal(signal.SIGTERM)
+        everything = "\n".join(p.text()[-2000:] for p in job.processes)
+        assert [w.wait() for w in job.workers] == [-9, 0, 0, 0], everything
+        assert [w.reports()[-1] == "end" for w in job.workers] == [False, True, False, True]
+        seen = {x for w in job.workers[1:] for r in w.reports() if r != "end" for x in r}
+        assert len(seen) >= 240 - 2 * 30  # without what only the dead one has processed
+        assert "worker 2 (127.0.0.1, pid" in job.scheduler.text()
+        assert "leaves the job: SIGTERM; the job goes on" in job.scheduler.text()
+
+
 # ---- without a job
 
 

@@ -326,7 +326,7 @@ def test_the_scheduler_dies_while_a_worker_leaves(seed: int, leaver: int, also: 
         assert newcomer.state == "connected", newcomer.lost
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(60))
 def test_the_scheduler_dies_while_all_leave(seed: int) -> None:
     rng = random.Random(seed)
     world = settled()

@@ -218,7 +218,7 @@ class Growing(Leaving):
         """Ask the workers to meet, if a newcomer waits and nothing forbids it."""
         if not (self._newcomers or self._unsaid or self._leavers):
             return []
-        if why := self._fixed_workers():
+        if (why := self._fixed_workers()) and not self._all_leave:
             self._unsaid = False
             return self._refuse_newcomers(why)
         out = self._refuse_unfit(now)

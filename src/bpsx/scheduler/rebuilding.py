@@ -132,7 +132,7 @@ class Rebuilding(Membership):
                     " (BPSX_SCHEDULER_WAIT) after the scheduler was started again"
                 )
                 del self._jobs[number]
-                out = [_refuse(ident, text, over=True) for ident in job.reports]
+                out = [_dismissed(r, text) for r in job.reports.values()]
                 return out if self.nodes or self._jobs else out + super().expire(text)
         return []
 
@@ -239,7 +239,7 @@ class Rebuilding(Membership):
         """Refuse the workers that the job goes on without."""
         text = "this worker is not awaited any more: the job goes on without it"
         return [
-            (r.ident, {"type": "GOODBYE"}) if r.leaves else _refuse(r.ident, text, over=True)
+            _dismissed(r, text)
             for r in job.reports.values()
             if r.role == "worker" and r.rank in job.dropped
         ]
@@ -516,6 +516,13 @@ class Rebuilding(Membership):
 
 def _refuse(ident: bytes, reason: str, over: bool) -> Output:
     return ident, {"type": "REFUSED", "reason": reason, "over": over}
+
+
+def _dismissed(report: Report, text: str) -> Output:
+    """What ends a node of whose job it is no part any more: ``text``, unless it wants to leave."""
+    if report.leaves:
+        return report.ident, {"type": "GOODBYE"}
+    return _refuse(report.ident, text, over=True)
 
 
 def _leaves(m: dict[str, Any]) -> bool:
