@@ -12,7 +12,8 @@ from bpsx.scheduler.metrics import METRICS, JobCollector
 from bpsx.scheduler.observers import LEASE, RENEW, Observers
 from support.exposition import parse
 from support.places import ROOT
-from unit.scheduler_tools import elastic, running, waiting
+from unit.scheduler_tools import elastic, hello, late_server, running, waiting
+from unit.test_worker_departures import parting
 
 
 def observed(members=None):
@@ -92,6 +93,48 @@ def test_survived_losses_of_servers_are_counted():
         assert (o.view(0.0)["term"], o.view(0.0)["servers_lost"]) == (count, count)
         members.gone(server, "test")
     assert o.view(0.0)["servers_lost"] == 2 and members.state == "failed"
+
+
+def test_workers_that_were_lost_have_left_and_have_joined_are_counted():
+    m, _, _ = parting()
+    for ident in (b"w0", b"w2"):
+        m.moved(ident, {"term": 2, "partitions": 0, "again": 50}, 3.0)
+    m.tend(3.0)
+    m.gone(b"w2", "cut", 4.0)
+    m.moved(b"w0", {"term": 4, "partitions": 0, "again": 7}, 6.5)
+    o = Observers(m, "h")
+
+    def figures(*names):
+        found = scraped(o)
+        return [found[f"bpsx_{name}"][1][of("scheduler", 0)] for name in names]
+
+    totals = ("workers_lost_total", "workers_left_total", "workers_joined_total")
+    assert figures("workers", "workers_at_start", *totals) == [1, 3, 1, 1, 0]
+    assert figures("term", "last_recovery_seconds", "pushed_again_bytes_total") == [4, 2.5, 107]
+    # Another comes.
+    given = hello("worker", 2, 3, 1, pid=555, config=m.nodes[b"w0"].config)
+    m.settle(100.0), m.hello(b"n1", given), m.tend(100.0)
+    m.said_at(b"w0", {"meeting": 2, "boundary": 9}), m.tend(100.0)
+    m.here(b"w0", {"meeting": 2, "names": "x"}), m.tend(100.0)
+    m.ready(b"n1", {"meeting": 2}), m.tend(100.0), m.cleared(b"s0", {"generation": 0})
+    assert figures("workers", *totals) == [2, 1, 1, 1]
+
+
+def test_servers_that_have_left_and_have_joined_are_counted():
+    members, o = observed(elastic(2, 2))
+    members.depart(b"s0", {"why": "SIGTERM", "needs": ""}, 1.0)
+    members.hello(b"l0", late_server(0, servers=2))
+    scheduler = of("scheduler", 0)
+
+    def figures():
+        found = scraped(o)
+        names = ("lost", "left", "joined")
+        return [found[f"bpsx_servers_{name}_total"][1][scheduler] for name in names]
+
+    assert figures() == [0, 1, 0]
+    for ident in (b"w0", b"w1"):
+        members.connected(ident, {"server": 2, "failure": ""}, 2.0)
+    assert figures() == [0, 1, 1]
 
 
 def test_the_page_explains_every_metric():

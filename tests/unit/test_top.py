@@ -67,6 +67,16 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
         ({"term": 1, "servers_lost": 1}, ["lost: 1 server; the others have the keys (term 1)"]),
         ({"term": 2, "servers_lost": 2}, ["lost: 2 servers; the others have the keys (term 2)"]),
         ({"term": 1, "workers_lost": 1}, ["lost: 1 worker; the others go on (term 1)"]),
+        ({"term": 2, "workers_left": 1, "workers_lost": 0}, ["left: 1 worker (term 2)"]),
+        (
+            {"term": 5, "workers_left": 2, "servers_left": 1, "servers_joined": 1, "gap": 0.01234}
+            | {"again": 4096},
+            [
+                "left: 2 workers, 1 server (term 5)",
+                "joined: 1 server (term 5)",
+                "latest change: the job went on after 0.012 s; 4096 bytes were pushed again in all",
+            ],
+        ),
     ],
 )
 def test_lost_nodes_are_shown(more: dict[str, int], shown: list[str]) -> None:
@@ -81,7 +91,25 @@ def test_lost_nodes_are_shown(more: dict[str, int], shown: list[str]) -> None:
         "failure": "",
         **more,
     }
-    assert [line for line in top.lines(view, "h:1") if line.startswith("lost")] == shown
+    heads = ("lost", "left", "joined", "latest")
+    assert [line for line in top.lines(view, "h:1") if line.startswith(heads)] == shown
+
+
+@pytest.mark.parametrize(("now", "shown"), [(2, "2 workers"), (1, "1 worker (2 at the beginning)")])
+def test_the_workers_of_a_running_job_are_counted(now: int, shown: str) -> None:
+    view = {
+        "state": "running",
+        "workers": 2,
+        "workers_now": now,
+        "servers": 1,
+        "tensors": 1,
+        "seconds": 1.0,
+        "nodes": [],
+        "missing": [],
+        "failure": "",
+    }
+    title = top.lines(view, "h:1")[0]
+    assert title == f"job at h:1: running, {shown}, 1 server, 1 tensor, up 1 s"
 
 
 def test_a_file_gets_whole_lines(tmp_path: Path) -> None:

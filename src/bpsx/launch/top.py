@@ -94,11 +94,13 @@ def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
 
 def lines(view: Mapping[str, Any], where: str) -> list[str]:
     """Format the table."""
-    counts = ", ".join(
-        f"{view[what]} {what if view[what] != 1 else what[:-1]}"
-        for what in ("workers", "servers", "tensors")
-    )
-    title = f"job at {where}: {view['state']}, {counts}, up {view['seconds']:.0f} s"
+    begun, now = view["workers"], view.get("workers_now", view["workers"])
+    differs = view["state"] == "running" and now != begun
+    counts = [
+        _count(now if differs else begun, "worker") + f" ({begun} at the beginning)" * differs
+    ]
+    counts += [_count(view[f"{what}s"], what) for what in ("server", "tensor")]
+    title = f"job at {where}: {view['state']}, {', '.join(counts)}, up {view['seconds']:.0f} s"
     rows = [_HEAD, *(_row(n) for n in view["nodes"])]
     widths = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
     table = [
@@ -111,16 +113,7 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
     out = [title, "", *table, ""]
     if view["missing"]:
         out.append("missing: " + ", ".join(view["missing"]))
-    if lost := view.get("servers_lost"):
-        out.append(
-            f"lost: {lost} {'server' if lost == 1 else 'servers'}; the others have the keys (term"
-            f" {view.get('term', '-')})"
-        )
-    if lost := view.get("workers_lost"):
-        out.append(
-            f"lost: {lost} {'worker' if lost == 1 else 'workers'}; the others go on (term"
-            f" {view.get('term', '-')})"
-        )
+    out += _changes(view)
     late = view.get("slowest")
     if late:
         out.append(
@@ -139,6 +132,33 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
     if view["failure"]:
         out.append(f"failed: {view['failure']}")
     return [_printable(line) for line in out]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _changes(view: Mapping[str, Any]) -> list[str]:
+    """Lines about nodes that were lost, have left or have joined while the job runs."""
+    term, out = view.get("term", "-"), []
+    if lost := view.get("servers_lost"):
+        out.append(f"lost: {_count(lost, 'server')}; the others have the keys (term {term})")
+    if lost := view.get("workers_lost"):
+        out.append(f"lost: {_count(lost, 'worker')}; the others go on (term {term})")
+    for how in ("left", "joined"):
+        some = [
+            _count(number, role)
+            for role in ("worker", "server")
+            if (number := view.get(f"{role}s_{how}"))
+        ]
+        if some:
+            out.append(f"{how}: {', '.join(some)} (term {term})")
+    if view.get("gap"):
+        out.append(
+            f"latest change: the job went on after {view['gap']:.3f} s; {view['again']} bytes were"
+            " pushed again in all"
+        )
+    return out
 
 
 def _printable(text: str) -> str:

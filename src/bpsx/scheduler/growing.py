@@ -398,7 +398,7 @@ class Growing(Leaving):
         self._meeting.move(MeetingEvent.ALL_MET, (), now)
         self._unsaid = False
         number, live = self.terms.skip(), len(self._roster.live)
-        text = f"term {number}: {live} workers have met, because others were lost"
+        text = f"term {number}: {live} workers have met, as others were lost or have left"
         return [*self._to_all(self._new_term([], text, met=True)), *self._replay()]
 
     def _call_off(self, why: str, now: float) -> list[Output]:

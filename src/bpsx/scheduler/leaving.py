@@ -14,7 +14,7 @@ from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.meetings import Meeting, MeetingEvent
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.shrinking import Shrinking
-from bpsx.scheduler.states import JobState
+from bpsx.scheduler.states import JobState, Presence
 
 
 @dataclass
@@ -50,6 +50,35 @@ class Leaving(Shrinking):
         self._leavers[ident] = Wish(m["why"], m["needs"])
         why = self._why_needed()
         return [(ident, {"type": "STAY", "text": why})] if why else []
+
+    def has_successor(self, node: Node) -> bool:
+        """Whether another worker has joined in the place of ``node``."""
+        return node.role == "worker" and self._roster.workers.get(node.rank) is not node
+
+    def changes(self) -> dict[str, Any]:
+        """How often nodes of the running job were lost, have left and have joined; for observers.
+
+        Any thread may call it.
+        """
+        losses, terms = list(self.losses), self.terms
+        found = {
+            f"{role}s_{how}": sum(
+                loss.node.role == role and loss.planned == planned for loss in losses
+            )
+            for role in ("worker", "server")
+            for how, planned in (("lost", False), ("left", True))
+        }
+        nodes, servers = list(self.nodes.values()), self.num_server
+        late = [n for n in nodes if n.role == "server" and n.rank >= servers]
+        return {
+            **found,
+            "workers_now": len(self._roster.live),
+            "workers_joined": sum(len(term["entered"]) for term in list(self._history)),
+            "servers_joined": sum(n.presence is not Presence.COMING for n in late),
+            "term": terms.number if terms is not None else 0,
+            "gap": terms.gap if terms is not None else 0.0,
+            "again": terms.again if terms is not None else 0,
+        }
 
     @property
     def _wishing(self) -> list[Node]:

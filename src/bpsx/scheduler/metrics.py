@@ -94,9 +94,27 @@ METRICS: tuple[Metric, ...] = (
     Metric("bpsx_report_age_seconds", "Age of this process's last report.", _age),
     Metric("bpsx_job_running", "1 while the job is complete and running.", "job_running"),
     Metric("bpsx_tensors", "Tensors declared in the job.", "job_tensors"),
-    Metric("bpsx_term", "Number of times that keys have moved to other servers.", "job_term"),
+    Metric("bpsx_workers", "Workers in the job now.", "job_workers_now"),
+    Metric("bpsx_workers_at_start", "Workers with which the job has begun.", "job_workers"),
+    Metric("bpsx_term", "Number of changes of the job's servers and workers.", "job_term"),
+    *(
+        Metric(f"bpsx_{role}s_{how}_total", help_.format(f"{role.title()}s"), f"job_{role}s_{how}")
+        for role in ("worker", "server")
+        for how, help_ in (
+            ("lost", "{} that the job has lost and survived."),
+            ("left", "{} that have left the running job in good order."),
+            ("joined", "{} that have joined the running job."),
+        )
+    ),
     Metric(
-        "bpsx_servers_lost_total", "Servers that the job has lost and survived.", "job_servers_lost"
+        "bpsx_last_recovery_seconds",
+        "Time that the job took to go on after its latest change.",
+        "job_gap_ns",
+    ),
+    Metric(
+        "bpsx_pushed_again_bytes_total",
+        "Bytes that workers have pushed again after changes.",
+        "job_again",
     ),
     Metric("bpsx_push_pulls_total", "Push_pulls that a worker has completed.", "push_pulls"),
     Metric(
@@ -180,6 +198,13 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
+#: Numbers in :meth:`Observers.view` that are metrics of the scheduler.
+_CHANGES = (
+    *("workers", "workers_now", "workers_lost", "workers_left", "workers_joined"),
+    *("servers_lost", "servers_left", "servers_joined", "term", "again"),
+)
+
+
 class JobCollector(Collector):
     """The metrics of a job, read anew for each scrape. Thread-safe."""
 
@@ -199,8 +224,8 @@ class JobCollector(Collector):
             "values": {
                 "job_running": view["state"] == "running",
                 "job_tensors": view["tensors"],
-                "job_term": view["term"],
-                "job_servers_lost": view["servers_lost"],
+                "job_gap_ns": view["gap"] * 1e9,
+                **{f"job_{what}": view[what] for what in _CHANGES},
             },
         }
         families = (metric.family([scheduler, *view["nodes"]]) for metric in METRICS)

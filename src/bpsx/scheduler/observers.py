@@ -108,6 +108,8 @@ class Observers:
         members = self._members
         nodes = []
         for node in sorted(members.nodes.values(), key=lambda n: (n.role != "worker", n.rank)):
+            if members.has_successor(node):  # a place has one set of figures
+                continue
             found = self._stats.get(node.ident)
             state = "left" if node.left else members.state
             nodes.append(
@@ -134,9 +136,7 @@ class Observers:
             "host": self._host,
             "seconds": round(time.time() - self._started, 1),
             "tensors": len(members.registry) if members.registry is not None else 0,
-            "term": members.terms.number if members.terms is not None else 0,
-            "servers_lost": sum(loss.node.role == "server" for loss in members.losses),
-            "workers_lost": sum(loss.node.role == "worker" for loss in members.losses),
+            **members.changes(),
             "nodes": nodes,
             "traced": list(self._traced),
             "traced_count": self._traced_count,

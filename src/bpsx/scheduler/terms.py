@@ -151,7 +151,8 @@ class Terms:
 
     ``number``: the present term; 0 until a server or a worker is lost. ``finished``: recoveries
     that the hub has not logged yet. ``dropped``: lost workers without which the job goes on, and
-    the term since which it does.
+    the term since which it does. ``gap``: seconds of the latest recovery. ``again``: bytes that
+    have been pushed again, in all.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -159,6 +160,7 @@ class Terms:
         self.state = Handover.SETTLED
         self.finished: list[Recovery] = []
         self.dropped: dict[int, int] = {}
+        self.gap, self.again = 0.0, 0
         self._placement = placement
         # Lane -> its moves in order: term, number of slots that a move is about, and their targets.
         self._moves: dict[int, list[tuple[int, int, list[tuple[int, int]]]]] = {}
@@ -368,6 +370,7 @@ class Terms:
             if not recovery.awaited:
                 recovery.seconds = self._latest - recovery.begun
                 self.finished.append(recovery)
+                self.gap, self.again = recovery.seconds, self.again + recovery.again
         self._open = [recovery for recovery in self._open if recovery.awaited]
         if self.state is Handover.MOVING and not self._open:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_MOVED)

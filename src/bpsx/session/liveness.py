@@ -44,6 +44,7 @@ class Liveness(Declarations):
         self.entries = 0
         self._boundaries = Boundaries(self._life)
         self._why_leave = ""  # why this worker has asked to leave the running job
+        self._asked_ns = 0  # when it has
         # None: this process does not speak to servers, or they cannot change.
         self._late: LateServers | None = None
         self._begun: dict[int, tuple[int, str]] = {}  # terms that this process moves to: when, why
@@ -163,6 +164,7 @@ class Liveness(Declarations):
         elif kind == "GOODBYE":
             if self._boundaries.let_go():
                 log.warning("worker %d has left the job: %s", self.number, self._why_leave)
+                self.reporter.mark("leaves the job", self._asked_ns, why=self._why_leave)
         elif kind == "ADOPT":
             self._adopt(message)
         elif kind in ("JOINED", "CLEAR") and message["generation"] < self._decisions.cleared:

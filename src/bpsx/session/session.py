@@ -374,6 +374,7 @@ class Session(Liveness):
         """
         if not self.may_leave or self.state in (*OVER, Life.DEPARTED):
             return False
+        self._asked_ns = self._asked_ns or monotonic_ns()
         self._why_leave, self._boundaries.asked = why, True
         self._ask_to_leave()
         return True
