@@ -13,7 +13,7 @@ from bpsx.scheduler.observers import LEASE, RENEW, Observers
 from support.exposition import parse
 from support.places import ROOT
 from unit.scheduler_tools import elastic, hello, late_server, running, waiting
-from unit.test_worker_departures import parting
+from unit.test_leaving_workers import parting
 
 
 def observed(members=None):

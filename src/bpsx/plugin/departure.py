@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -48,14 +49,21 @@ def leave(why: str = "its script has asked for it") -> None:
 
 
 class Notice:
-    """SIGTERM of this process as the wish to leave the job; only for the main thread."""
+    """SIGTERM of this process as the wish to leave the job; only for the main thread.
+
+    The handler takes no lock, as it may interrupt a thread that holds it. So the thread that ends
+    the process in time runs from the beginning, and waits on a descriptor.
+    """
 
     def __init__(self, grace: float) -> None:
         """``grace``: seconds from the signal to the end of a process that has not left."""
         self._grace, self._pid = grace, os.getpid()
         self._first = 0.0  # when the first signal came; 0: none has
-        self._over = threading.Event()
+        self._over = False
+        self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._before: Any = signal.signal(signal.SIGTERM, self._at)
+        self._thread = threading.Thread(target=self._wait, name="bpsx-notice", daemon=True)
+        self._thread.start()
 
     def _at(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM."""
@@ -69,7 +77,7 @@ class Notice:
             os.kill(os.getpid(), number)
             return
         self._first = now
-        threading.Thread(target=self._wait, name="bpsx-notice", daemon=True).start()
+        os.eventfd_write(self._news, 1)
         line = (
             f"bpsx worker {session().number}: got SIGTERM: it leaves the job at its next commit();"
             f" it ends after {self._grace:g} s (BPSX_TERM_GRACE), or with a second SIGTERM\n"
@@ -77,18 +85,36 @@ class Notice:
         os.write(2, line.encode())  # not through the log, which this handler may have interrupted
 
     def _wait(self) -> None:
-        """End the process when its time is over."""
-        if self._over.wait(self._grace):
-            return
-        os.kill(self._pid, signal.SIGTERM)
-        if not self._over.wait(_LAST):  # the main thread is in code that handles no signals
+        """Wait for the signal, and end the process when its time is over."""
+        self._await_news(None)
+        if not self._over:
+            self._await_news(self._grace)
+        if not self._over:
+            os.kill(self._pid, signal.SIGTERM)
+            self._await_news(_LAST)
+        if not self._over:  # the main thread is in code that handles no signals
             os._exit(128 + signal.SIGTERM)
+        os.close(self._news)
+
+    def _await_news(self, seconds: float | None) -> None:
+        poller = select.poll()
+        poller.register(self._news, select.POLLIN)
+        poller.poll(None if seconds is None else int(seconds * 1000) + 1)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._news)
 
     def restore(self) -> None:
         """Put the handler back that was there before; this process has all the time it needs."""
-        self._over.set()
         if signal.getsignal(signal.SIGTERM) == self._at:
             signal.signal(signal.SIGTERM, self._before)
+        if os.getpid() == self._pid and not self._over:
+            self._over = True
+            os.eventfd_write(self._news, 1)
+
+    def end(self) -> None:
+        """Stop heeding the signal."""
+        self.restore()
+        self._thread.join()
 
 
 _notice: Notice | None = None
@@ -113,13 +139,13 @@ def heeding_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        notice.restore()
+        notice.end()
         _notice = None
 
 
 def depart(callbacks: list[Callable[[], None]], shutdown: Callable[[], None]) -> None:
     """End this worker, which is in the job no more. Raises :class:`Departed`."""
-    if _notice is not None:
+    if _notice is not None and threading.current_thread() is threading.main_thread():
         _notice.restore()
     for callback in callbacks:
         callback()

@@ -7,6 +7,7 @@ on without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ class Leaving(Shrinking):
     _meeting: Meeting
     _stopped: float | None
     _fresh: set[int]
+    _order: dict[int, None]
+    _newcomers: Mapping[bytes, Any]
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -48,8 +51,10 @@ class Leaving(Shrinking):
         if ident not in self._leavers:
             self.notes.append(f"{node} wants to leave the job: {m['why']}")
         self._leavers[ident] = Wish(m["why"], m["needs"])
-        why = self._why_needed()
-        return [(ident, {"type": "STAY", "text": why})] if why else []
+        if node in self._may_leave():
+            return []
+        why = self._why_needed() or "no other worker has got the model yet"
+        return [(ident, {"type": "STAY", "text": why})]
 
     def has_successor(self, node: Node) -> bool:
         """Whether another worker has joined in the place of ``node``."""
@@ -88,24 +93,34 @@ class Leaving(Shrinking):
 
     @property
     def _all_leave(self) -> bool:
-        return bool(self._wishing) and len(self._wishing) == len(self._roster.live)
+        """Whether the job is to end: all want to leave, and no other can get the model of them."""
+        wishing, live = self._wishing, len(self._roster.live)
+        others = self._guests() if live == 1 else self._newcomers
+        return bool(wishing) and len(wishing) == live and not others
 
     def _why_needed(self) -> str:
-        """Why workers that want to leave have to stay, or ""."""
+        """Why none of the workers that want to leave may, or ""."""
         if self._all_leave:
             return ""
         if why := super()._fixed_workers():
             return why
-        for wish in self._leavers.values():
-            if wish.needs:
-                return f"{wish.needs} needs all workers"
-        rest = self._roster.live.keys() - {node.rank for node in self._wishing}
-        return "no other worker has got the model yet" if self._fresh >= rest else ""
+        needs = [wish.needs for wish in self._leavers.values() if wish.needs]
+        return f"{needs[0]} needs all workers" if needs else ""
 
     def _may_leave(self) -> list[Node]:
-        """The workers that want to leave, if the others can go on without them."""
+        """The workers that want to leave, as far as the others can go on without them.
+
+        If none of the others has got the model, one stays to hand it over.
+        """
         wishing = self._wishing
-        return wishing if wishing and not self._why_needed() else []
+        if not wishing or self._why_needed():
+            return []
+        with_model = [rank for rank in self._order if rank not in self._fresh]
+        if self._all_leave or {*with_model} - {node.rank for node in wishing}:
+            return wishing
+        wanted = {newcomer.node.rank for newcomer in self._newcomers.values()}
+        last = min(with_model, key=lambda rank: rank in wanted, default=-1)
+        return [node for node in wishing if node.rank != last]
 
     def _leave(self, now: float) -> list[Output] | None:
         """All workers have stopped: let some leave, or announce it. None: there is nothing to do.
@@ -160,6 +175,10 @@ class Leaving(Shrinking):
         """Let workers go of which the others know that they have left."""
         parting, self._parting = self._parting, []
         return [(ident, {"type": "GOODBYE"}) for ident in parting]
+
+    def _guests(self) -> Mapping[bytes, Any]:
+        """The newcomers whose places are vacant."""
+        raise NotImplementedError
 
     def _remove(self, node: Node) -> None:
         """See :class:`~bpsx.scheduler.arrivals.Arriving`."""

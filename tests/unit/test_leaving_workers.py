@@ -224,6 +224,39 @@ def test_the_only_one_with_the_model_stays_until_a_newcomer_has_it() -> None:
     assert kinds(m.tend(2.0)) == {b"w0": "SOON", b"n1": "SOON"}
 
 
+@pytest.mark.parametrize("newcomer_dies", [False, True])
+def test_the_last_worker_waits_for_a_newcomer_and_ends_the_job_without(newcomer_dies: bool) -> None:
+    m = shrinking(2, 1)
+    m.gone(b"w1", "cut", 0.5), moved(m, b"w0", 1)
+    given = hello("worker", 1, 2, 1, pid=555, config=m.nodes[b"w0"].config)
+    m.hello(b"n1", given)
+    ((_, stay),) = ask(m, b"w0")
+    assert stay["text"] == "no other worker has got the model yet"
+    if newcomer_dies:
+        m.gone(b"n1", "cut", 1.0)
+        assert (b"w0", {"type": "GOODBYE"}) in meet(m, b"w0") and m.state is JobState.DONE
+    else:
+        assert kinds(meet(m, b"w0")) == {b"n1": "WELCOME"}
+
+
+def test_all_leave_while_others_wait_for_their_places() -> None:
+    """One stays until a newcomer has got the model; nobody waits for its place."""
+    m = shrinking(3, 1)
+    given = hello("worker", 0, 3, 1, pid=555, config=m.nodes[b"w0"].config)
+    m.hello(b"n0", given)
+    asks = [ask(m, ident) for ident in ALL]
+    assert asks[:2] == [[], []] and asks[2] == []
+    assert {tuple(x["leaving"]) for _, x in meet(m, *ALL)} == {(0, 2)}
+    stop(m, *ALL)
+    moved(m, b"w1", 3)
+    assert kinds(m.tend(1.0)) == {b"w0": "GOODBYE", b"w2": "GOODBYE", b"n0": "WELCOME"}
+    m.ready(b"n0", {"meeting": 1})
+    m.tend(1.0), m.cleared(b"s0", {"generation": 0})
+    assert not m.tend(2.0)
+    m.synced(b"n0")
+    assert kinds(m.tend(2.0)) == {b"w1": "SOON", b"n0": "SOON"}
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
