@@ -374,9 +374,13 @@ def test_the_scheduler_dies_while_all_leave(seed: int) -> None:
     assert all(worker.over for worker in world.workers)
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_random_lives_with_departures(seed: int) -> None:
-    """Workers leave, die and come, servers die, and the scheduler too, at any time."""
+@pytest.mark.parametrize("all_may", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_random_lives_with_departures(seed: int, all_may: bool) -> None:
+    """Workers leave, die and come, servers die, and the scheduler too, at any time.
+
+    ``all_may``: perhaps all workers want to leave, which ends the job.
+    """
     rng = random.Random(seed)
     world = settled(4, rng.choice([2, 3]))
     for _ in range(rng.randrange(10, 200)):
@@ -387,7 +391,7 @@ def test_random_lives_with_departures(seed: int) -> None:
         live = [w for w in world.workers if w.state == "connected" and not (w.dead or w.over)]
         staying = [w for w in live if not (w.wants or w.fresh)]
         running_now = world.hub is not None and world.hub.state == "running"
-        if what < 0.03 and len(staying) > 1:
+        if what < 0.03 and len(staying) > (0 if all_may else 1):
             rng.choice(staying).ask_to_leave()
         elif what < 0.04 and running_now and len(staying) > 1:
             lost = rng.choice(live)
@@ -412,4 +416,6 @@ def test_random_lives_with_departures(seed: int) -> None:
                 world.bury(servers[0])
     world.settle()
     left_well(world)
+    if all_may and all(w.wants or w.dead or w.state != "connected" for w in world.workers):
+        return  # those that have come later find no job
     all_agree(world, range(4))
