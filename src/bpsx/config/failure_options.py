@@ -177,8 +177,8 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         30.0,
         "seconds",
         "After SIGTERM: time for which servers and scheduler still serve workers that save, and"
-        " for which bpsx-run waits for its workers before it ends them. A server leaves earlier if"
-        " others can take its keys over. A second SIGTERM ends them at once.",
+        " for which bpsx-run waits for its workers before it ends them. Servers, and workers in"
+        " elastic.run, leave earlier if others can go on. A second SIGTERM ends them at once.",
         FAILURE,
     ),
 )
