@@ -326,6 +326,13 @@ def job_that_grows() -> None:
     assert world.workers[2].state == "connected"
 
 
+def job_that_a_worker_leaves() -> None:
+    world = World(3, 1, elastic="shrink")
+    world.workers[1].ask_to_leave()
+    world.settle()
+    assert world.workers[1].over and world.workers[0].order == [0, 2]
+
+
 def job_that_calls_meetings_off() -> None:
     for stage in (Stage.ASKING, Stage.GATHERING, Stage.CONNECTING):
         world = World(2, 1, elastic="shrink")
@@ -367,6 +374,7 @@ def test_each_row_of_the_tables_happens(taken):
     job_that_runs_out_of_servers()
     job_that_shrinks()
     job_that_grows()
+    job_that_a_worker_leaves()
     job_that_calls_meetings_off()
     job_whose_scheduler_dies_while_a_worker_enters()
     job_that_outlives_its_scheduler()

@@ -30,6 +30,7 @@ TERM = {
     "living": 0,
     "entered": [],
     "met": False,
+    "leaving": [],
 }
 
 

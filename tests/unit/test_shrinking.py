@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from bpsx.scheduler.membership import Membership
+from bpsx.scheduler.messages import TERM_FIELDS
 from bpsx.scheduler.states import Handover, JobState
 from unit.scheduler_tools import kinds, late_server, running
 from unit.scripted_job import World
 
+MET = TERM_FIELDS.index("met")
 SHRINK = {"BPSX_ELASTIC": "shrink", "BPSX_ELASTIC_WAIT": 1}
 
 
@@ -150,7 +152,7 @@ def test_the_scheduler_dies_while_it_tells_of_a_lost_worker(heard, comes_back):
     for name in ("w0", "w2"):
         # Lanes ignore the number of a term of which only they have heard.
         *skipped, (term, moves, _, _, _, dropped, living, *_), met = names[name].decisions.terms
-        assert met[-1]
+        assert met[MET]
         assert (moves, dropped, living) == ([], [1], 2) and not any(t[5] for t in skipped)
         assert term == 1 + any(name[0] == "s" for name in heard.split()) * ("w" not in heard)
     assert [set(names[name].marks.dropped) for name in ("s0", "s1")] == [{1}, {1}]
@@ -192,7 +194,7 @@ def test_lanes_whose_term_no_worker_knows_hear_of_a_later_one():
     world.settle()
     assert world.hub.state is JobState.RUNNING, world.hub.failure
     for name in ("w0", "w2"):
-        terms = [(t[0], t[5]) for t in names[name].decisions.terms if not t[-1]]
+        terms = [(t[0], t[5]) for t in names[name].decisions.terms if not t[MET]]
         assert terms == [(1, []), (2, []), (3, [1])]
     assert [names[name].marks.dropped for name in ("s0", "s1")] == [{1: 3}, {1: 3}]
 
