@@ -277,9 +277,10 @@ def test_a_worker_leaves_and_a_server_dies_with_compression(codec):
 # ---- the signal
 
 
-def stuck(env: dict[str, str] | None = None, **more: str) -> Departing:
-    """A job whose worker 1 stays in a step until it hears a line."""
-    first = "if state.step == 10 and os.environ['DMLC_WORKER_ID'] == '1': report('stuck'); hear()"
+def stuck(env: dict[str, str] | None = None, then: str = "pass", **more: str) -> Departing:
+    """A job whose worker 1 stays in a step until it hears a line. ``then``: what it does next."""
+    first = "if state.step == 10 and os.environ['DMLC_WORKER_ID'] == '1': report('stuck'); hear();"
+    first += then
     return Departing(2, steps=40, env=env, middle=first, **more)
 
 
@@ -316,6 +317,18 @@ def test_a_worker_that_does_not_come_to_a_boundary_ends(way):
         assert job.workers[0].wait() == 0, job.everything()
         assert job.workers[0].reports()[-1][2:5] == [1, 40, 40_000.0]
         assert "leaves the job: SIGTERM" not in job.scheduler.text()
+
+
+def test_a_worker_that_handles_no_signals_any_more_ends():
+    """Its main thread hangs in code that is not Python's."""
+    begin = (
+        "import ctypes; lock, mutex = ctypes.CDLL(None).pthread_mutex_lock,"
+        " ctypes.create_string_buffer(64)"
+    )
+    with stuck({"BPSX_TERM_GRACE": "1"}, then="lock(mutex); lock(mutex)", begin=begin) as job:
+        go_on(job)
+        assert job.workers[1].wait() == 128 + signal.SIGTERM
+        assert job.workers[0].wait() == 0, job.everything()
 
 
 def test_the_time_is_over_only_for_one_that_has_not_left():

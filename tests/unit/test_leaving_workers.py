@@ -286,6 +286,26 @@ def test_none_leaves_after_another_has_left_in_good_order() -> None:
     assert "worker 0 (h, pid 100) has left" in stay["text"] and not m.tend(1.0)
 
 
+def test_one_waits_while_others_are_in_join() -> None:
+    m = shrinking(3, 1)
+    m.join(b"w0")
+    assert ask(m, b"w1") == [] and not m.tend(1.0)
+    m.join(b"w1"), m.join(b"w2"), m.cleared(b"s0", {"generation": 0})
+    assert kinds(m.tend(1.0)) == dict.fromkeys(ALL, "SOON")
+
+
+def test_a_server_leaves_before_a_worker_does() -> None:
+    m = shrinking(3, 2)
+    ask(m, b"w1")
+    meet(m, *ALL)  # announced
+    out = m.depart(b"s0", {"why": "SIGTERM", "needs": ""}, 1.0)
+    assert kinds(out)[b"s0"] == "GOODBYE" and dict(out)[b"w1"]["term"] == 2
+    assert not stop(m, *ALL), "its keys move first"
+    for ident in ALL:
+        moved(m, ident, 2)
+    assert {tuple(x["dropped"]) for _, x in m.tend(1.0)} == {(1,)}
+
+
 def test_one_that_never_comes_to_a_boundary_keeps_the_others() -> None:
     m = shrinking(3, 1)
     ask(m, b"w1"), m.tend(1.0)
