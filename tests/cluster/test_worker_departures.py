@@ -109,6 +109,16 @@ def test_workers_leave_one_after_the_other(transport):
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+def test_two_workers_leave_at_once(transport):
+    with Departing(4, env=TRANSPORTS[transport], servers=2) as job:
+        job.workers[0].wait_for_line('["step", 10,')
+        leavers = random.sample(range(4), 2)
+        for worker in leavers:
+            job.workers[worker].signal(signal.SIGTERM)
+        job.end_well(*leavers)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_all_workers_leave_at_once(transport):
     """As on a pool of spot machines that is taken away: the job ends well."""
     with Departing(steps=10_000, env=TRANSPORTS[transport], servers=2) as job:
@@ -430,3 +440,32 @@ def test_timelines_are_written_all_the_same(tmp_path):
         assert job.workers[1].wait() == -signal.SIGTERM
         assert job.workers[0].wait() == 0
     assert len(list(tmp_path.rglob("*.json"))) >= 2, sorted(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
+@pytest.mark.parametrize("turn", range(3))
+def test_workers_leave_die_and_come_at_random(transport, turn):
+    """Perhaps the scheduler dies, too. Who was asked to leave does; no step is lost."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with Departing(4, steps=400, env=TRANSPORTS[transport], servers=2) as job:
+        job.workers[0].wait_for_line('["step", 10,')
+        leavers = rng.sample(range(4), rng.choice([1, 2]))
+        killed = rng.sample([w for w in range(4) if w not in leavers], rng.choice([0, 1]))
+        acts = [(job.workers[w].signal, signal.SIGTERM) for w in leavers]
+        acts += [(job.workers[w].signal, signal.SIGKILL) for w in killed]
+        acts += [(job.start_worker, w) for w in leavers + killed if rng.random() < 0.6]
+        rng.shuffle(acts)
+        for act, about in acts:
+            time.sleep(rng.choice([0, rng.random() * 0.03, rng.random() * 0.3]))
+            act(about)
+        if turn == 2:
+            time.sleep(0.3)  # what too few workers have heard of would end the job
+            job.scheduler.signal(signal.SIGKILL)
+            job.scheduler.wait()
+            job.start_scheduler(int(job.port))
+        ended = [w.wait() for i, w in enumerate(job.workers) if i not in killed]
+        assert not any(ended), job.everything()
+        stayed = [w for i, w in enumerate(job.workers) if i not in leavers + killed]
+        assert {tuple(w.reports()[-1][3:5]) for w in stayed} == {(400, 400_000.0)}

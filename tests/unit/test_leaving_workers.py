@@ -132,6 +132,7 @@ def test_two_leave_at_once() -> None:
     assert {tuple(x["leaving"]) for _, x in meet(m, *live)} == {(0, 3)}
     out = stop(m, *live)
     assert [x["dropped"] for ident, x in out if ident == b"w1"] == [[0], [3]]
+    assert {ident for ident, _ in out} == {b"w1", b"w2", b"s0"}, "nobody that leaves takes part"
     moved(m, b"w1", 3), moved(m, b"w2", 3)
     out = m.tend(1.0)
     assert kinds(out[:2]) == {b"w0": "GOODBYE", b"w3": "GOODBYE"}

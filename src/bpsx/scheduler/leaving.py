@@ -135,12 +135,13 @@ class Leaving(Shrinking):
             return self._end(now)
         if not (self._meeting.announced or self._stopped is not None):
             return self._announce(leaving, now)
-        out: list[Output] = []
-        for node in leaving:
-            why = self._leavers.pop(node.ident).why
+        for node in leaving:  # all of them first: lanes do not hear one that is about to leave
             self._remove(node)
             self._parting.append(node.ident)
-            out += self._lose_worker(node, f"{node} leaves the job: {why}", now, planned=True)
+        out: list[Output] = []
+        for node in leaving:
+            text = f"{node} leaves the job: {self._leavers.pop(node.ident).why}"
+            out += self._lose_worker(node, text, now, planned=True)
             out += self._after_leaving(node)
         return out
 
