@@ -274,8 +274,8 @@ def test_run_knows_a_lost_sender_in_a_frameworks_error(changes):
 
 
 @pytest.mark.parametrize("error", [PeerLostError("gone"), Foreign("PeerLostError: gone")])
-def test_run_raises_the_end_of_the_job(monkeypatch, error):
-    monkeypatch.setattr(plugin, "session", lambda: SimpleNamespace(failure="no server is left"))
+def test_run_raises_the_end_of_the_job(changes, error):
+    plugin.session().failure = "no server is left"
 
     @plugin.run
     def train(state):

@@ -455,10 +455,11 @@ def test_a_server_that_is_back_first_does_not_end_the_job():
 
 def test_a_newcomer_gets_the_model_while_there_is_no_scheduler():
     """It says so again to the next one, to which it has introduced itself before."""
-    world, newcomer = entering(random.Random(1), 2)
+    rng = random.Random(1)
+    world, newcomer = entering(rng, 2)
     while newcomer.state == "entering":
         world.look()
-        take_some(world, random.Random(2))
+        take_some(world, rng)
     newcomer.fresh = True
     world.kill_hub()
     world.start_hub()

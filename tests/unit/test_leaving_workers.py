@@ -439,4 +439,4 @@ def test_random_lives_with_departures(seed: int, all_may: bool) -> None:
     left_well(world)
     if all_may and all(w.wants or w.dead or w.state != "connected" for w in world.workers):
         return  # those that have come later find no job
-    all_agree(world, range(4))
+    all_agree(world)
