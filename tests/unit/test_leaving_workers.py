@@ -335,6 +335,17 @@ def test_losses_are_told_with_the_announcement() -> None:
 # ---- the scheduler dies
 
 
+def test_one_that_comes_back_late_has_left_if_it_wants_to() -> None:
+    """The scheduler had lost its connection while it waited for its GOODBYE."""
+    world = settled()
+    leaver = world.workers[1]
+    world.bury(leaver)  # it was only silent
+    leaver.wants, leaver.place, leaver.state = True, "here", "orphaned"
+    world.settle()
+    left_well(world)
+    all_agree(world)
+
+
 def settled(workers: int = 3, servers: int = 2) -> World:
     world = World(workers, servers, elastic="shrink")
     for worker in world.workers:
