@@ -247,6 +247,49 @@ def test_run_goes_back_to_the_last_commit_after_a_broadcast_has_failed(changes):
     assert tries == [[1], [1]]
 
 
+class Failing(Local):
+    """A state of which one method fails once, as a worker dies."""
+
+    fails = ""
+
+    def _fail(self, method):
+        if self.fails == method:
+            self.fails, self.step = "", -1  # a value that has come from another worker
+            raise PeerLostError("worker 1 is gone")
+
+    def sync(self):
+        self._fail("sync")
+        super().sync()
+
+    def regroup(self):
+        self._fail("regroup")
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ("sync", Change(entered=(1,))),
+        ("regroup", Change(lost=(2,))),
+        ("regroup", Change(leaving=(2,))),
+    ],
+)
+def test_no_step_is_lost_if_a_worker_dies_while_the_others_agree(changes, method, change):
+    changes.append(change)
+    state, calls = Failing(step=0), []
+
+    @plugin.run
+    def train(state):
+        calls.append(state.step)
+        while state.step < 4:
+            state.step += 1
+            if state.step == 2:
+                state.fails = method
+                state.check_host_updates()
+
+    train(state)
+    assert calls == [0, 2] and not state.fails and state.step == 4
+
+
 class Foreign(Exception):
     """An error of a framework, in whose text is one of bpsx."""
 

@@ -89,6 +89,8 @@ class State:
         finish(math.inf)  # a framework's engine may hold exchanges of the step before
         change = session().pass_boundary()
         changed, entered = bool(change.lost or change.leaving), bool(change.entered)
+        if change.leaving:
+            self.save()  # a worker may die in what follows
         while change.leaving:
             self.regroup()  # with those that leave
             change = session().pass_boundary()
@@ -240,6 +242,8 @@ def _repeat(
             agree()
             return func(state, *args, **more)
         except HostsUpdatedInterrupt as e:
+            # If a worker dies while the workers agree, none loses the steps so far.
+            state.save()
             agree = state.regroup if e.skip_sync else state.sync
         except Exception as e:
             if not state.has_lost_sender(e) or session().failure:
