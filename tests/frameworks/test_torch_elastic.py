@@ -102,20 +102,22 @@ PROCESSED = """
     )
     data = torch.arange(240.0).reshape(-1, 1)
     sampler = bps.elastic.ElasticSampler(data)
-    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
 
     @bps.elastic.run
     def train(state):
+        batch = {batch}
+        loader = torch.utils.data.DataLoader(data, batch_size=batch, sampler=sampler)
         for i, x in enumerate(loader):
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
-            sampler.record_batch(i, 2)
-            report(x.flatten().tolist())
+            sampler.record_batch(i, batch)
+            state.step += 1
+            report([state.step, *x.flatten().tolist()])
             time.sleep(0.01)
             state.commit()
 
-    train(bps.elastic.TorchState(model, optimizer, sampler=sampler))
+    train(bps.elastic.TorchState(model, optimizer, sampler=sampler, step=0))
     report("end")
     bps.shutdown()
 """
@@ -124,16 +126,37 @@ PROCESSED = """
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_what_a_worker_has_processed_is_not_processed_again_when_it_has_left(leaver):
     """Each sample is processed once, except those that a sampler repeats to fill a round."""
-    with Job(PROCESSED, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+    source = PROCESSED.format(batch=2)
+    with Job(source, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
         job.workers[leaver].wait_for_line("[", count=12)
         job.workers[leaver].signal(signal.SIGTERM)
         everything = "\n".join(p.text()[-2000:] for p in job.processes)
         assert [w.wait() for w in job.workers] == [0] * 3, everything
         reports = [r for w in job.workers for r in w.reports()]
         assert reports.count("end") == 2
-        seen = Counter(x for r in reports if r != "end" for x in r)
+        seen = Counter(x for r in reports if r != "end" for x in r[1:])
         assert set(seen) == set(range(240))
         assert sum(seen.values()) - 240 <= 2 * 3, [x for x in seen if seen[x] > 1]
+
+
+def test_the_others_take_over_the_batches_of_a_lost_worker():
+    """With batches of 12 // size() each step of the job has 12 samples, whoever is there."""
+    source = PROCESSED.format(batch="12 // bps.size()")
+    with Job(source, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+        job.workers[1].wait_for_line("[", count=6)
+        job.workers[1].signal(signal.SIGKILL)
+        others = [job.workers[i] for i in (0, 2)]
+        assert [w.wait() for w in others] == [0, 0], "\n".join(w.text()[-2000:] for w in others)
+        reports = [r for w in others for r in w.reports() if r != "end"]
+        steps = {r[0] for r in reports}
+        assert steps == set(range(1, len(steps) + 1))
+        sizes = [sum(len(r) - 1 for r in reports if r[0] == step) for step in sorted(steps)]
+        lost = sizes.index(12)  # the first step whose loader knows of the loss
+        *full, last = sizes
+        assert 6 <= lost <= 10 and full == [8] * lost + [12] * (len(full) - lost) and last <= 12
+        late = Counter(x for r in reports if r[0] > lost for x in r[1:])
+        assert set(late) >= set(range(240)) - {x for r in reports for x in r[1:] if r[0] <= lost}
+        assert {x for r in reports for x in r[1:]} == set(range(240))
 
 
 def test_rank_0_is_lost_while_it_sends_the_model():
