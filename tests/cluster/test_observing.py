@@ -329,7 +329,7 @@ def test_top_metrics_and_timelines_of_a_job_whose_workers_change(tmp_path):
         "leaves the job: SIGTERM; the job goes on with term",
         "which has left in good order, and push 0 bytes again",
         "is gone: its connection to the scheduler broke",
-        "wants to join the running job",
+        "wants to join the job while it runs",
         "has joined: the job goes on with term",
     ):
         assert len([line for line in log.splitlines() if event in line]) == 1, event

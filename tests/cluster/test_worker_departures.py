@@ -193,7 +193,7 @@ def test_another_takes_the_place_in_the_same_meeting():
     with Departing(3, steps=300, servers=2) as job:
         job.workers[1].wait_for_line('["step", 10,')
         job.start_worker(1)
-        job.scheduler.wait_for_line("wants to join the running job")
+        job.scheduler.wait_for_line("wants to join the job while it runs")
         job.workers[1].signal(signal.SIGTERM)
         job.left(1)
         stayed = [job.workers[i] for i in (0, 2, 3)]
@@ -210,7 +210,7 @@ def test_the_oldest_worker_leaves_while_another_joins():
         job.workers[1].signal(signal.SIGKILL)
         job.scheduler.wait_for_line("workers go on without")
         job.start_worker(1)
-        job.scheduler.wait_for_line("wants to join the running job")
+        job.scheduler.wait_for_line("wants to join the job while it runs")
         job.workers[0].signal(signal.SIGTERM)
         assert job.left(0)[0] == "left"
         assert job.workers[2].wait() == 0, job.everything()
@@ -405,7 +405,7 @@ def test_sigterm_before_the_training_begins_is_a_death():
         for worker in job.workers:
             worker.wait_for_line('["step", 29,')
         job.start_worker(1)
-        job.scheduler.wait_for_line("wants to join the running job")
+        job.scheduler.wait_for_line("wants to join the job while it runs")
         job.workers[2].signal(signal.SIGTERM)
         assert job.workers[2].wait() == -signal.SIGTERM
         job.scheduler.wait_for_line("does not join the running job")

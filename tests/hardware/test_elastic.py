@@ -1,4 +1,4 @@
-"""Workers that die and join while their gradients are on a GPU. Several share one if there are few."""
+"""Workers that die and join while their gradients are on GPUs, which several may share."""
 
 from __future__ import annotations
 

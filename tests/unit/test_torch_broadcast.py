@@ -18,7 +18,8 @@ from torch_fake import FakeSession
 import bpsx.torch as bps
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.plugin import adapter
-from bpsx.torch.serialization import Encoder, StateError, decode
+from bpsx.torch.broadcast import _pack
+from bpsx.torch.serialization import Encoder, StateError, decode, device_for
 from support.torch_release import UINT16
 
 
@@ -312,3 +313,23 @@ def test_a_single_worker_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bps.broadcast_parameters({"a": torch.zeros(2)}, 0)
     bps.broadcast_optimizer_state(torch.optim.SGD([torch.zeros(2)], lr=0.1), 0)
     assert not alone.broadcasts
+
+
+def test_state_goes_to_the_device_of_its_parameter() -> None:
+    """Or to the host, if it is there at the sender, or if the parameter is."""
+    params = [torch.zeros(2), torch.zeros(2, device="meta")]
+    found = [
+        [device_for({"device": device, "param": param}, params).type for param in (-1, 0, 1)]
+        for device in ("cpu", "meta")
+    ]
+    assert found == [["cpu", "cpu", "cpu"], ["cpu", "cpu", "meta"]]
+
+
+def test_the_sender_says_to_which_parameter_state_belongs() -> None:
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": torch.tensor(0.1)}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, foreach=False, capturable=False)
+    weights[2].grad = torch.ones(2)
+    optimizer.step()
+    told = {m["name"]: m["param"] for m in _pack(optimizer).structure["tensors"]}
+    assert told.pop("group 1.lr") == 1 and set(told.values()) == {2}

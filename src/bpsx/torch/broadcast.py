@@ -16,7 +16,7 @@ from bpsx.plugin.objects import broadcast_bytes
 from bpsx.session.refusals import counted
 from bpsx.system.tracebacks import public
 from bpsx.torch.all_gather import check_alike
-from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
+from bpsx.torch.serialization import Encoder, StateError, decode, device_for, empty_for
 from bpsx.torch.tensors import (
     bytes_view,
     check_tensor,
@@ -57,11 +57,12 @@ def broadcast_optimizer_state(
     """Give ``optimizer`` on all workers the state and options of worker ``root_rank``'s.
 
     Afterwards ``state_dict()`` is equal everywhere, also before the first step; weights and
-    gradients are not touched. State may consist of tensors as in :func:`broadcast_parameters`,
-    None, bool, int, float, str, and tuples, lists and dictionaries of these. Anything else raises
-    :class:`StateError` on all workers. The optimizers must have the same class name and the same
-    number of parameters in each group. Otherwise :class:`~bpsx.errors.MismatchError` is raised on
-    all workers, before anything is changed.
+    gradients are not touched. State that is new here is put on the devices of the parameters. State
+    may consist of tensors as in :func:`broadcast_parameters`, None, bool, int, float, str, and
+    tuples, lists and dictionaries of these. Anything else raises :class:`StateError` on all
+    workers. The optimizers must have the same class name and the same number of parameters in each
+    group. Otherwise :class:`~bpsx.errors.MismatchError` is raised on all workers, before anything
+    is changed.
 
     Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` if
     ``optimizer`` is not an optimizer.
@@ -94,8 +95,11 @@ def broadcast_optimizer_state(
     if structure.get("error"):
         raise StateError(structure["error"])
     told = structure["tensors"]
+    params = _all_params(optimizer)
     tensors = (
-        packed.tensors if packed is not None else [empty_for(m["dtype"], m["shape"]) for m in told]
+        packed.tensors
+        if packed is not None
+        else [empty_for(m["dtype"], m["shape"], device_for(m, params)) for m in told]
     )
     _broadcast_all(
         [(f"optimizer.{m['name']}", t) for m, t in zip(told, tensors, strict=True)], root, prefix
@@ -190,10 +194,12 @@ def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
     """
     index = {p: i for i, p in enumerate(_all_params(optimizer))}
     encoder = Encoder()
-    groups = [
-        {k: encoder.encode(v, f"group {i}.{k}") for k, v in g.items() if k != "params"}
-        for i, g in enumerate(optimizer.param_groups)
-    ]
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        encoder.param = index[group["params"][0]] if group["params"] else -1
+        groups.append(
+            {k: encoder.encode(v, f"group {i}.{k}") for k, v in group.items() if k != "params"}
+        )
     state = []
     for p, value in optimizer.state.items():
         if p not in index:
@@ -202,6 +208,7 @@ def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
                 f" {type(p).__name__} {str(p)[:40]!r}, which is not one of its parameters; only"
                 " state of parameters can be broadcast"
             )
+        encoder.param = index[p]
         state.append([index[p], encoder.encode(value, f"state {index[p]}")])
     return _Packed(
         {"groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors

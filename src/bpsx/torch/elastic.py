@@ -108,12 +108,16 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
 class State(elastic.State):
     """Values that all workers have to agree on, as attributes.
 
-    Tensors, NumPy arrays, numbers and text travel plainly. Other objects are pickled, which needs a
+    Tensors, NumPy arrays, numbers and text travel plainly; a tensor stays on this worker's device.
+    Other objects are pickled, which needs a
     job secret. See :class:`bpsx.plugin.elastic.State` for the methods.
     """
 
     def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = broadcast_object(values, 0, "elastic")
+        for name, mine in values.items():
+            if isinstance(mine, torch.Tensor) and isinstance(found[name], torch.Tensor):
+                found[name] = found[name].to(mine.device)
         return found
 
 

@@ -10,17 +10,19 @@ from bpsx.plugin import encoding
 from bpsx.plugin.encoding import StateError
 from bpsx.torch.tensors import check_tensor, dtype_name
 
-__all__ = ["Encoder", "StateError", "decode", "empty_for"]
+__all__ = ["Encoder", "StateError", "decode", "device_for", "empty_for"]
 
 
 class Encoder(encoding.Encoder):
     """Encoder that keeps tensors in :attr:`tensors`, with descriptions in :attr:`described`.
 
-    Bytes are kept there too, as tensors.
+    Bytes are kept there too, as tensors. ``param``: position of the parameter to which what is
+    encoded next belongs, or -1.
     """
 
     def __init__(self) -> None:
         super().__init__("broadcast_optimizer_state")
+        self.param = -1
         self.tensors: list[torch.Tensor] = []
         self.described: list[dict[str, Any]] = []
 
@@ -37,7 +39,13 @@ class Encoder(encoding.Encoder):
         check_tensor(tensor, f"{self._verb}: {where}")
         self.tensors.append(tensor)
         self.described.append(
-            {"name": where, "dtype": dtype_name(tensor), "shape": list(tensor.shape)}
+            {
+                "name": where,
+                "dtype": dtype_name(tensor),
+                "shape": list(tensor.shape),
+                "device": tensor.device.type,
+                "param": self.param,
+            }
         )
         return len(self.tensors) - 1
 
@@ -47,9 +55,20 @@ def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     return encoding.decode(value, lambda i: tensors[i].numpy().tobytes(), lambda i: tensors[i])
 
 
-def empty_for(dtype: str, shape: list[int]) -> torch.Tensor:
+def empty_for(dtype: str, shape: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Allocate the tensor that the sender has described."""
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         raise StateError(f"received a tensor of the unknown dtype {dtype[:40]!r}")
-    return torch.zeros(shape, dtype=found, device="cpu")
+    return torch.zeros(shape, dtype=found, device=device)
+
+
+def device_for(described: dict[str, Any], params: list[torch.Tensor]) -> torch.device:
+    """Return where a tensor of the sender's optimizer belongs here.
+
+    On the device of its parameter if the sender's is on a device of that type, as moments are; else
+    on the host, as Adam's count of steps is.
+    """
+    host = torch.device("cpu")
+    own = params[described["param"]].device if described["param"] >= 0 else host
+    return own if own.type == described["device"] else host
