@@ -302,6 +302,41 @@ def go_on(job: Departing) -> None:
     job.workers[1].say("")
 
 
+def test_a_worker_leaves_at_its_first_boundary():
+    hold = "if state.step == 1 and os.environ['DMLC_WORKER_ID'] == '1': report('stuck'); hear()"
+    with Departing(2, steps=40, middle=hold) as job:
+        go_on(job)
+        assert job.left(1)[3] in (1, 2), "the other one may be at its second boundary"
+        job.end_well(1)
+
+
+RAW = """
+    import bpsx, numpy as np
+    from bpsx.api.lifecycle import session
+
+    bpsx.init()
+    for step in range(1, 61):
+        counted = bpsx.push_pull(np.ones(3), name="g", average=False)[0]
+        if step == 10 and bpsx.rank() == 1 and bpsx.size() == 3:
+            session().leave("because")
+        change = session().pass_boundary()
+        report([step, counted, list(change.leaving), list(change.lost), change.left])
+        if change.left:
+            break
+    bpsx.shutdown()
+"""
+
+
+def test_a_script_with_boundaries_of_its_own_makes_one_more_step():
+    with Job(RAW, workers=3, env=SHRINK) as job:
+        first, left, second = job.results()
+    assert first == second and len(first) == 60
+    (announced,) = [r[0] for r in first if r[2]]
+    assert first[announced - 1][2] == [1] and first[announced][3] == [1]
+    assert left == [*first[:announced], [announced + 1, 3.0, [], [], True]]
+    assert [r[1] for r in first] == [3.0] * (announced + 1) + [2.0] * (60 - announced - 1)
+
+
 def test_two_signals_within_a_second_are_one():
     """Batch systems send it to all processes, and bpsx-run passes it on."""
     with stuck() as job:

@@ -12,7 +12,9 @@ from bpsx.api.states import PROCESS
 from bpsx.core.declared_state import DECLARED
 from bpsx.errors import InternalError
 from bpsx.scheduler.link_states import LINK
+from bpsx.scheduler.meetings import MEETING
 from bpsx.scheduler.states import HANDOVER, HEARING, JOB, PRESENCE, SUPPLY
+from bpsx.session.boundaries import PLACE
 from bpsx.session.states import SESSION
 from bpsx.system.transitions import Table, in_words
 from support.places import ROOT
@@ -69,7 +71,7 @@ def test_the_page_shows_the_table_as_it_is(page: str, heading: str) -> None:
     assert sorted(shown(text, [in_words(s) for s in table.rows])) == sorted(written(table))
 
 
-@pytest.mark.parametrize("table", SHOWN.values(), ids=lambda t: t.what)
+@pytest.mark.parametrize("table", [*SHOWN.values(), MEETING, PLACE], ids=lambda t: t.what)
 def test_each_state_can_be_reached_and_has_its_events(table: Table[Any, Any]) -> None:
     states = list(table.rows)
     assert states == list(type(states[0])), "each state has an entry, in the order of the Enum"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +14,10 @@ from bpsx.config import Config
 from bpsx.errors import RendezvousError
 from bpsx.server.__main__ import Server
 from bpsx.session import entry
+from bpsx.session.boundaries import Change
 from bpsx.session.lanes import VERDICT_SECONDS, Lanes, patience
 from bpsx.session.session import Session
+from bpsx.session.states import Life
 from bpsx.telemetry.reporter import Reporter
 
 TEXT = "server 1 (h, pid 8) is gone: its connection broke; its keys go to server 0"
@@ -233,6 +237,56 @@ def test_a_process_without_lanes_only_logs_a_term(
     ours._handle(TERM)
     assert (core.terms, link.sent) == ([], [])
     assert said == [(logging.WARNING, TEXT)]
+
+
+def test_another_scheduler_hears_again_of_the_wish_to_leave(
+    session: Callable[[bool], tuple[Session, Core, Link, Lanes]],
+) -> None:
+    ours, core, link, _ = session(True)
+    assert not ours.leave("SIGTERM"), "the job does not go on without workers"
+    ours.shrinks, link.gone_ns = True, 0  # type: ignore[attr-defined]
+    assert ours.leave("SIGTERM")
+    asked = ("DEPART", {"why": "SIGTERM", "needs": ""})
+    assert link.sent == [asked]
+    ours._resume()
+    assert asked in link.sent[1:] and ("SYNCED", {}) in link.sent
+    ours._boundaries.fresh = True
+    link.sent.clear()
+    ours._resume()
+    assert ("SYNCED", {}) not in link.sent
+
+
+def test_a_worker_that_leaves_stops_twice_and_is_let_go(
+    session: Callable[[bool], tuple[Session, Core, Link, Lanes]],
+) -> None:
+    ours, core, link, _ = session(True)
+    ours.shrinks = True
+    ours._settle = lambda: None  # type: ignore[method-assign]
+    ours._names_for_newcomers = lambda: ""  # type: ignore[method-assign]
+    ours.leave("SIGTERM")
+    passed: list[Any] = []
+    ours._handle({"type": "GOODBYE"})  # nothing: it is at no boundary
+
+    def scheduler(message: dict[str, Any], count: int) -> None:
+        while len([kind for kind, _ in link.sent if kind == "HERE"]) < count:
+            time.sleep(0.001)
+        assert ours._boundaries.awaits_goodbye and ours.state is Life.STOPPED
+        ours._handle(message)
+
+    ours._handle({"type": "SOON", "meeting": 3})
+    ours._handle({"type": "MEET", "meeting": 3, "boundary": 1, "tells": False})
+    for count, message in enumerate(
+        ({**TERM, "moves": [], "met": True, "leaving": [0, 7]}, {"type": "GOODBYE"}), 1
+    ):
+        thread = threading.Thread(target=scheduler, args=(message, count))
+        thread.start()
+        passed.append(ours.pass_boundary())
+        thread.join()
+    assert passed == [Change(leaving=(0, 7)), Change(left=True)]
+    assert [kind for kind, _ in link.sent] == ["DEPART", "AT", "HERE", "HERE"]
+    assert ours.state is Life.DEPARTED and not ours.leave("again")
+    ours._peer_lost("a server is gone")
+    assert ours.failure == "", "it concerns the others"
 
 
 # ---- entering the job
