@@ -81,12 +81,17 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("how", [SGD, MIRRORED], ids=["optimizer", "strategy"])
-def test_a_worker_is_lost_and_another_joins(how):
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [(SGD, signal.SIGTERM), (MIRRORED, signal.SIGKILL)],
+    ids=["optimizer", "strategy"],
+)
+def test_a_worker_is_lost_or_leaves_and_another_joins(how, end):
     source = TRAINING.format(**how, order="callbacks")
     with Job(source, workers=3, servers=2, env={**QUIET, **SHRINK}) as job:
         job.workers[0].wait_for_line('["commit", 20,')
-        job.workers[1].signal(signal.SIGKILL)
+        job.workers[1].signal(end)
+        assert job.workers[1].wait() == (0 if end == signal.SIGTERM else -9)
         for survivor, rank in ((0, 0), (2, 1)):
             job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
         job.start_worker(1)

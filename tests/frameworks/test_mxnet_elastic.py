@@ -80,11 +80,13 @@ ADAM = {
 }
 
 
-def test_a_worker_is_lost_and_another_joins():
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_is_lost_or_leaves_and_another_joins(end):
     source = BEGIN + TRAINING.format(**SGD)
     with Job(source, workers=3, servers=2, env=SHRINK) as job:
         job.workers[0].wait_for_line('["step", 5]')
-        job.workers[1].signal(signal.SIGKILL)
+        job.workers[1].signal(end)
+        assert job.workers[1].wait() == (0 if end == signal.SIGTERM else -9)
         for survivor, rank in ((0, 0), (2, 1)):
             job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
         job.start_worker(1)

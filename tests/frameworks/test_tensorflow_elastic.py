@@ -102,12 +102,15 @@ def training(parts: str, run: str, env: dict[str, str], **more) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("parts", "run"), [(PLAIN, "eager"), (KERAS, "graph")], ids=["plain-eager", "keras-graph"]
+    ("parts", "run", "end"),
+    [(PLAIN, "eager", signal.SIGKILL), (KERAS, "graph", signal.SIGTERM)],
+    ids=["plain-eager", "keras-graph"],
 )
-def test_a_worker_is_lost_and_another_joins(parts, run):
+def test_a_worker_is_lost_or_leaves_and_another_joins(parts, run, end):
     with training(parts, run, SHRINK, workers=3, servers=2) as job:
         job.workers[0].wait_for_line('["step", 5]')
-        job.workers[1].signal(signal.SIGKILL)
+        job.workers[1].signal(end)
+        assert job.workers[1].wait() == (0 if end == signal.SIGTERM else -9)
         for survivor, rank in ((0, 0), (2, 1)):
             job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
         job.start_worker(1)

@@ -17,10 +17,10 @@ from bpsx.mxnet.ops import overwrite
 from bpsx.mxnet.optimizer_state import kept_of, put_back
 from bpsx.mxnet.trainer import DistributedTrainer
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import HostsUpdatedInterrupt, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
 from bpsx.plugin.objects import Tensors, broadcast_object
 
-__all__ = ["HostsUpdatedInterrupt", "State", "TrainerState", "run"]
+__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "TrainerState", "leave", "run"]
 
 
 def _taken(value: Any, what: str) -> tuple[str, list[int], bytes] | None:

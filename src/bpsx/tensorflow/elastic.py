@@ -17,13 +17,21 @@ import tensorflow as tf
 
 from bpsx.errors import ConfigError
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import HostsUpdatedInterrupt, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
 from bpsx.plugin.objects import broadcast_object
 from bpsx.tensorflow.objects import TENSORS
 from bpsx.tensorflow.ops import check_bytes
 from bpsx.tensorflow.primitives import copies
 
-__all__ = ["HostsUpdatedInterrupt", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = [
+    "Departed",
+    "HostsUpdatedInterrupt",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "leave",
+    "run",
+]
 
 #: Models of states: BroadcastGlobalVariablesCallback has nothing to do for them.
 models: weakref.WeakSet[Any] = weakref.WeakSet()

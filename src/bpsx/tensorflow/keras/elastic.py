@@ -13,17 +13,19 @@ import keras
 from bpsx.errors import ConfigError
 from bpsx.plugin import elastic
 from bpsx.plugin.adapter import as_integer
-from bpsx.plugin.elastic import HostsUpdatedInterrupt, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
 from bpsx.system.tracebacks import public_methods
 from bpsx.tensorflow.elastic import State, TensorFlowKerasState
 
 __all__ = [
     "CommitStateCallback",
+    "Departed",
     "HostsUpdatedInterrupt",
     "KerasState",
     "State",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
+    "leave",
     "run",
 ]
 
