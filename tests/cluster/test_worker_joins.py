@@ -108,6 +108,17 @@ def test_a_lost_worker_is_replaced(transport, servers):
         assert changes == [whole, without, whole]
 
 
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_one_of_several_processes_of_a_machine_is_replaced(transport):
+    """Each speaks for itself. Those of a machine that sum among themselves cannot lose one."""
+    env = {**TRANSPORTS[transport], "BPSX_LOCAL_REDUCE": "0"}
+    with Growing(4, env=env, servers=2, processes=2) as job:
+        job.lose(2, 10)
+        new = job.join(2)
+        job.workers[new].wait_for_line('["step"')
+        job.end_well(2)
+
+
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_one_place_is_taken_again_and_again(transport):
     with Growing(2, steps=400, env=TRANSPORTS[transport], servers=2) as job:
