@@ -10,7 +10,7 @@ from bpsx.planning.load_balance import shares_by_host
 from bpsx.scheduler.growing import CONNECT_SECONDS
 from bpsx.scheduler.states import Handover, JobState
 from unit.scheduler_tools import config, declare, hello, kinds, late_server, members
-from unit.scripted_job import Newcomer, World
+from unit.scripted_job import GRACE, Newcomer, World
 from unit.test_shrinking import SHRINK, moved, shrinking
 
 
@@ -431,6 +431,30 @@ def test_the_scheduler_dies_while_a_worker_enters(seed, also, most):
         world.settle()
     all_agree(world)
     assert newcomer.state == "connected", newcomer.lost
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_worker_whose_connections_have_all_ended_is_not_awaited_for_long(told):
+    """Servers tell the next scheduler of it; one alone may be cut off from the worker."""
+    world = World(3, 2, elastic="shrink")
+    lost = world.workers[2]
+    world.kill(lost)
+    world.kill_hub()
+    world.start_hub()
+    for node in world.nodes:
+        if not node.dead:
+            node.introduce()
+    for server in world.nodes[told:2]:
+        server.outbox[0]["state"]["broken"] = []
+    for node in world.nodes:
+        while node.outbox:
+            world.act(node)
+    world.look()
+    took = 0.0
+    while world.hub.state is JobState.WAITING:
+        world.now, took = world.now + 0.25, took + 0.25
+        world.look()
+    assert took == (1.0 if told == 2 else GRACE)
 
 
 def test_a_server_that_is_back_first_does_not_end_the_job():

@@ -5,14 +5,15 @@ docs/internals/elastic-scheduler.md says when they suffice to go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from bpsx.scheduler.reports import Report
 from bpsx.scheduler.roster import names
 from bpsx.scheduler.terms import fixed_workers
 
-#: Seconds for which a server may stay away whose connections to a worker have ended, after all
-#: workers have come.
+#: Seconds for which a server may stay away whose connections to a worker have ended, or a worker
+#: whose connections to all servers have, after all other workers have come.
 _BROKEN_SECONDS = 1.0
 
 
@@ -194,25 +195,39 @@ class Returning:
 
         It can also go on without workers that have had their time, if it may lose some. Those whose
         connections to a server have ended get as much as servers, and so do those in whose place
-        another process wants to enter the job (``replaced``).
+        another process wants to enter the job (``replaced``). If the connections to all servers
+        have ended, that is the shorter time.
         """
         lost = self.absent_workers()
         if lost and not self._can_lose(lost):
             self._met = None
             return False
         self._met = now if self._met is None else self._met
-        longest, away = self.longest, self._sent_away()
+        waits = max(self._wait_for_workers(lost, replaced, now), self._wait_for_servers())
+        return now - self._met >= waits
+
+    def _wait_for_workers(
+        self, lost: Sequence[int], replaced: Collection[int], now: float
+    ) -> float:
+        """Seconds for which the workers ``lost`` may stay away, after all others have come."""
+        if not lost or now >= self._deadline:
+            return 0.0
+        broken = [{*r.broken} for r in self.servers.values()]
+        if broken and {*lost} <= set.intersection(*broken):
+            return min(_BROKEN_SECONDS, self._grace)
+        return self._grace if {*lost} <= {*replaced}.union(*broken) else math.inf
+
+    def _wait_for_servers(self) -> float:
+        """Seconds for which absent servers may stay away, after all workers have come."""
+        away, longest = self._sent_away(), self.longest
         absent = [rank for rank in self.absent_servers() if rank not in away]
-        if lost:
-            cut = {*replaced, *(rank for r in self.servers.values() for rank in r.broken)}
-            return now >= self._deadline or cut >= {*lost} and now - self._met >= self._grace
         if not absent or longest is None:
-            return True
+            return 0.0
         of = self.lane_servers
         ended = {lane for w in self.workers.values() for lane in (*w.broken, *w.gone)}
         broken = {of[lane] for lane in ended if lane < len(of)}
         gone = all(rank in broken for rank in absent)
-        return now - self._met >= (min(_BROKEN_SECONDS, self._grace) if gone else self._grace)
+        return min(_BROKEN_SECONDS, self._grace) if gone else self._grace
 
     def late(self, now: float) -> bool:
         """Whether workers have stayed away for too long that the job needs."""
