@@ -9,7 +9,7 @@ import pytest
 
 from frameworks.mxnet_scripts import HEAD
 from support.jobs import Job
-from support.worker_deaths import REPLACE, SHRINK, check_commits, ends
+from support.worker_deaths import REPLACE, SHRINK, begun_anew, check_commits, ends, replace_one
 
 pytestmark = pytest.mark.timeout(180)
 BEGIN = (
@@ -85,21 +85,15 @@ def test_a_worker_is_lost_or_leaves_and_another_joins(end):
     source = BEGIN + TRAINING.format(**SGD)
     with Job(source, workers=3, servers=2, env=SHRINK) as job:
         job.workers[0].wait_for_line('["step", 5]')
-        job.workers[1].signal(end)
-        assert job.workers[1].wait() == (0 if end == signal.SIGTERM else -9)
-        for survivor, rank in ((0, 0), (2, 1)):
-            job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
-        job.start_worker(1)
-        first, *others = ends(job, 0, 2, 3)
+        first, *others = replace_one(job, end)
         assert sorted(r[1] for r in (first, *others)) == [0, 1, 2] and first[2:4] == [3, 60]
         assert all(r[2:] == first[2:] for r in others) and first[6:] == [6, 60]
         begun = check_commits(job, 0, 2, 3)
-        trains = [[r for r in job.workers[i].reports() if r[0] == "train"] for i in (0, 2, 3)]
+        survivor, new = begun_anew(job)
         # The newcomer continues at the step at which the others have begun anew.
-        assert begun[:2] == [1, 1] and begun[2] == trains[0][-1][3] + 1 > 5
-        assert [t[2:] for t in trains[0]] == [t[2:] for t in trains[1]] and len(trains[0]) == 3
+        assert begun[:2] == [1, 1] and begun[2] == survivor[3] + 1 > 5
         values = [3, begun[2] - 1, ["a", 1], [1.0, 1.0]]
-        assert trains[2][0][2:6] == values and trains[2][0][2:] == trains[0][-1][2:]
+        assert new[2:6] == values and new[2:] == survivor[2:]
 
 
 def test_with_replace_no_step_is_made_with_fewer():

@@ -17,7 +17,7 @@ from bpsx.session.boundaries import Change
 from bpsx.torch import elastic
 from bpsx.torch import horovod as hvd
 from support.jobs import TRANSPORTS, Job
-from support.worker_deaths import ends
+from support.worker_deaths import begun_anew, ends, replace_one
 
 TRAINING = """
     import torch, time, zlib
@@ -76,17 +76,12 @@ def test_a_worker_is_lost_and_another_joins(transport, optimizer):
     env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "shrink", "BPSX_CHECK_WEIGHTS": "error"}
     with training(optimizer, workers=3, servers=2, env=env) as job:
         job.workers[0].wait_for_line('["step", 10]')
-        job.workers[1].signal(signal.SIGKILL)
-        for survivor, rank in ((0, 0), (2, 1)):
-            job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
-        job.start_worker(1)
-        first, *others = ends(job, 0, 2, 3)
+        first, *others = replace_one(job)
         assert sorted(r[1] for r in (first, *others)) == [0, 1, 2] and first[2] == 3
         assert all(r[3:] == first[3:] for r in others)
         # All have begun anew at the same step, and divide what was left of the epoch.
-        trains = [[r for r in job.workers[i].reports() if r[0] == "train"] for i in (0, 2, 3)]
-        assert [t[2:] for t in trains[0]] == [t[2:] for t in trains[1]]
-        assert trains[2][0][2:] == trains[0][-1][2:] and len(trains[0]) == 3
+        survivor, new = begun_anew(job)
+        assert new[2:] == survivor[2:]
         steps = [r[1] for r in job.workers[0].reports() if r[0] == "step"]
         assert steps == list(range(1, len(steps) + 1)), "a survivor has discarded a step"
 

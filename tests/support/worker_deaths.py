@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from support.jobs import Job
@@ -50,6 +51,31 @@ def ends(job: Job, *workers: int) -> list[list[Any]]:
     everything = "\n".join(p.text()[-3000:] for p in job.processes)
     assert statuses == [0] * len(workers), everything
     return [job.workers[i].reports()[-1] for i in workers]
+
+
+def replace_one(job: Job, number: int = signal.SIGKILL) -> list[list[Any]]:
+    """Let worker 1 of three get a signal, and another take its place when the others know of it.
+
+    Returns the last reports of the survivors and of the newcomer.
+    """
+    job.workers[1].signal(number)
+    assert job.workers[1].wait() == (0 if number == signal.SIGTERM else -number)
+    for survivor, rank in ((0, 0), (2, 1)):
+        job.workers[survivor].wait_for_line(f'["reset", {rank}, 2]')
+    job.start_worker(1)
+    return ends(job, 0, 2, 3)
+
+
+def begun_anew(job: Job) -> list[list[Any]]:
+    """The ``["train", ...]`` reports after :func:`replace_one`: of a survivor and the newcomer.
+
+    Both survivors have begun three times, with the same.
+    """
+    first, other, new = (
+        [r for r in job.workers[i].reports() if r[0] == "train"] for i in (0, 2, 3)
+    )
+    assert len(first) == 3 and [r[2:] for r in first] == [r[2:] for r in other]
+    return [first[-1], new[0]]
 
 
 def check_commits(job: Job, *workers: int) -> list[int]:
