@@ -374,17 +374,19 @@ def test_a_far_server_that_dies_is_started_again(
 _ELASTIC = """
 import os, signal, numpy, bpsx
 bpsx.init()
+old = not os.path.exists(os.environ["FLAG"])  # it has not joined late
 @bpsx.elastic.run
 def train(state):
     while state.step < 40:
+        while state.step == 30 and old and sizes[-1:] != [3]: state.check_host_updates()
         state.x = state.x + bpsx.push_pull(numpy.ones(1000), name="x", average=False)
         state.step += 1
         if state.step == 10 and bpsx.rank() == 1 and not os.path.exists(os.environ["FLAG"]):
             open(os.environ["FLAG"], "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         state.commit()
-        while state.step == 30 and bpsx.size() < 3: state.check_host_updates()
-state = bpsx.State(step=0, x=numpy.zeros(1000))
+state, sizes = bpsx.State(step=0, x=numpy.zeros(1000)), []
+state.register_reset_callbacks([lambda: sizes.append(bpsx.size())])
 train(state)
 print("ends", bpsx.size(), state.x[0], flush=True)
 bpsx.shutdown()

@@ -22,25 +22,28 @@ WORKER = """
     def train(state):
         print("train", bpsx.rank(), bpsx.size(), state.step, flush=True)
         while state.step < 60:
+            while state.step == 50 and first and sizes[-1:] != [3]:  # until another has joined
+                time.sleep(0.01)
+                state.check_host_updates()
             state.total += float(bpsx.push_pull(np.ones(1000), name="x", average=True)[0])
             state.step += 1
             if state.step == 20 and os.environ["DMLC_WORKER_ID"] == "1" and first:
                 open({flag!r}, "w").close()
                 {end}
-            while state.step == 50 and bpsx.size() < 3:
-                time.sleep(0.01)
-                state.check_host_updates()
             state.check_host_updates()
 
-    state = bpsx.State(step=0, total=0.0)
+    state, sizes = bpsx.State(step=0, total=0.0), []
+    state.register_reset_callbacks([lambda: sizes.append(bpsx.size())])
     train(state)
     print("done", bpsx.rank(), bpsx.size(), state.total, flush=True)
     bpsx.shutdown()
 """
 
 
-def run(tmp_path, end: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
-    source = textwrap.dedent(WORKER.format(end=end, flag=str(tmp_path / "flag")))
+def run(
+    tmp_path, end: str, *options: str, source: str = WORKER, **more: str
+) -> subprocess.CompletedProcess[str]:
+    source = textwrap.dedent(source.format(end=end, flag=str(tmp_path / "flag")))
     command = [sys.executable, "-m", "bpsx", "--local", "--workers", "3", "--servers", "2"]
     return subprocess.run(
         [*command, *options, sys.executable, "-c", source],
@@ -150,3 +153,15 @@ def test_all_workers_leave_after_sigterm_to_bpsx_run():
     said = sorted(line.split("] ")[-1] for line in job.stdout.splitlines())
     assert [s.split()[0] for s in said] == ["left"] * 3
     assert job.stderr.count("got SIGTERM: it leaves the job") == 3
+
+
+@pytest.mark.parametrize("late", [0.0, 0.2, 0.4, 0.7, 1.0])
+def test_a_worker_that_comes_when_the_job_is_over_is_ended(tmp_path, late):
+    """It would wait for a scheduler. The others leave about when it starts."""
+    end = f"os._exit(3)\n            if state.step == 59: time.sleep({late})"
+    source = WORKER.replace("sizes[-1:] != [3]", "False")
+    job = run(tmp_path, end, "--max-restarts", "2", source=source)
+    assert job.returncode == 0, job.stderr
+    said = [line.split("] ")[-1] for line in job.stdout.splitlines()]
+    assert sum(s.startswith("done") for s in said) >= 2, job.stdout
+    assert "worker 1 exited with status 3, and the job went on without it" in job.stderr

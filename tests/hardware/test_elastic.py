@@ -32,6 +32,8 @@ TRAINING = """
     @bps.elastic.run
     def train(state):
         while state.step < 300:
+            while state.step == 290 and old and sizes[-1:] != [3]:  # until another has joined
+                state.check_host_updates()
             draw = torch.Generator().manual_seed(1000 * state.step + bps.rank())
             x = torch.randn(16, 64, generator=draw).cuda()
             optimizer.zero_grad()
@@ -42,10 +44,11 @@ TRAINING = """
             report(["step", state.step, zlib.crc32(weights)])
             time.sleep(0.005)
             state.check_host_updates()
-            while state.step == 290 and bps.size() < 3:
-                state.check_host_updates()
 
-    train(bps.elastic.TorchState(model, optimizer, step=0))
+    state, sizes = bps.elastic.TorchState(model, optimizer, step=0), []
+    old = not {newcomer}
+    state.register_reset_callbacks([lambda: sizes.append(bps.size())])
+    train(state)
     report(["end", bps.rank(), bps.size()])
     bps.shutdown()
 """
@@ -55,12 +58,14 @@ COMPRESSION = 'compression_params={"compressor": "topk", "k": 0.05, "ef": "vanil
 @pytest.mark.parametrize("options", ["", COMPRESSION], ids=["plain", "topk"])
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_a_worker_is_lost_and_another_joins(transport, options):
-    source = TRAINING.format(gpus=GPUS, options=options)
+    source, new = (
+        TRAINING.format(gpus=GPUS, options=options, newcomer=newcomer) for newcomer in (False, True)
+    )
     env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "shrink", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
     with Job(source, workers=3, servers=2, env=env) as job:
         job.workers[0].wait_for_line('["step", 40')
         job.workers[1].signal(signal.SIGKILL)
-        job.start_worker(1)
+        job.start_worker(1, new)
         job.workers[3].wait_for_line('["step"')
         job.servers[0].signal(signal.SIGKILL)
         assert sorted(r[1:] for r in ends(job, 0, 2, 3)) == [[i, 3] for i in range(3)]

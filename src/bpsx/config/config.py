@@ -183,7 +183,7 @@ class Config:
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
         if missing:
             yield "not set: " + "; ".join(
-                f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing
+                f"{o.env} ({o.help.split('. ')[0].rstrip('.')}; {o.allowed})" for o in missing
             )
 
     def _server_faults(self) -> Iterable[str]:

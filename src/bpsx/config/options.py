@@ -115,9 +115,10 @@ OPTIONS: tuple[Option, ...] = (
         "DMLC_WORKER_ID",
         integer(0, 65534),
         None,
-        "0..DMLC_NUM_WORKER-1, or ..BPSX_MAX_WORKERS-1",
-        "Index of this worker machine. With BPSX_ELASTIC=shrink or replace, and one process a"
-        " machine, it may be missing: the scheduler then chooses a free one.",
+        "0..DMLC_NUM_WORKER-1",
+        "Index of this worker machine. It is at most BPSX_MAX_WORKERS-1 if that is set. With"
+        " BPSX_ELASTIC=shrink or replace, and one process a machine, it may be missing: the"
+        " scheduler then chooses a free one.",
         JOB,
     ),
     Option(

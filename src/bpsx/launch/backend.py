@@ -43,6 +43,16 @@ class Process:
     stdin: ClassVar[int] = subprocess.DEVNULL
 
     @property
+    def number(self) -> int:
+        """The number under which the scheduler knows a worker; -1: it is none, or has no number."""
+        of = self.environment
+        machine = of.get("DMLC_WORKER_ID", "")
+        if self.role != "worker" or not machine:
+            return -1
+        size, rank = of.get("BYTEPS_LOCAL_SIZE", "1"), of.get("BYTEPS_LOCAL_RANK", "0")
+        return int(machine) * int(size) + int(rank)
+
+    @property
     def ignored(self) -> Sequence[int]:
         """Signals that it ignores from its first instruction on.
 

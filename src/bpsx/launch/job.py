@@ -54,6 +54,10 @@ class Job:
         # When to send which signal, to workers and to scheduler and servers.
         self._worker_ending = Ending(plan.grace, plan.kill_after)
         self._helper_ending = Ending(plan.grace, plan.kill_after)
+        # Workers that were started again: their numbers, and how often one of this number had
+        # joined before. And when to send which signal to those that come when the job is over.
+        self._entries: dict[Child, tuple[int, int]] = {}
+        self._late_ending = Ending(0.0, plan.kill_after)
         self._record: int | None = None
         self._may_lose: list[str] = []  # roles of processes without which the job may go on
         self._restarts = Restarts(plan.max_restarts)
@@ -214,7 +218,12 @@ class Job:
         now = time.monotonic()
         waits = [
             max(0.0, due - now)
-            for due in (self._worker_ending.due, self._helper_ending.due, self._restarts.due)
+            for due in (
+                self._worker_ending.due,
+                self._helper_ending.due,
+                self._late_ending.due,
+                self._restarts.due,
+            )
             if due is not None
         ]
         if self._undecided():
@@ -231,8 +240,24 @@ class Job:
             self._restarts.stop()
         for process in self._restarts.take(now):
             start = self._start_writer if process.role == "scheduler" else self._start
+            before = seen.scheduler.entries(process.number)
             if child := start(process):
                 seen.again.append(child)
+                self._entries[child] = process.number, before
+
+    def _late(self) -> list[Child]:
+        """The workers that were started again, and have not joined before the job was over.
+
+        They would wait for a scheduler. Others may still save something.
+        """
+        seen = self._status
+        if not seen.scheduler.over():
+            return []
+        return [
+            child
+            for child, (number, before) in self._entries.items()
+            if child.status is None and number >= 0 and seen.scheduler.entries(number) == before
+        ]
 
     def _start_writer(self, scheduler: Process) -> Child | None:
         """Start a scheduler again, which tells bpsx-run of the job."""
@@ -303,6 +328,8 @@ class Job:
             )
         elif fatal or early:
             self._worker_ending.begin(now)
+        if self._late():
+            self._late_ending.begin(now)
         if done or early:  # workers do not need scheduler and servers any more, or never will
             self._helper_ending.begin(now)
 
@@ -367,6 +394,8 @@ class Job:
             self._send_overdue(number, self._status.workers)
             # Scheduler and servers must outlive the workers that they serve.
             self._helper_ending.begin(now, self._plan.kill_after)
+        if number := self._late_ending.take(now):
+            self._send_overdue(number, self._late())
         if number := self._helper_ending.take(now):
             self._send_overdue(number, self._status.helpers)
 

@@ -95,6 +95,10 @@ class SchedulerState:
         lines = [line.split(" ") for line in self.text().splitlines()]
         return {(words[1], int(words[3])) for words in lines if words[0] == "lost"}
 
+    def entries(self, number: int) -> int:
+        """How often a worker of this number has joined the running job."""
+        return self.text().splitlines().count(f"entered worker {number}")
+
     def close(self) -> None:
         """Close the descriptor; what has been written stays."""
         if self._descriptor >= 0:

@@ -54,7 +54,9 @@ class Growing(Leaving):
         self._order: dict[int, None] = {}  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
         self._full = 0  # most workers that the job has had at a time
-        self.turned_away: list[Node] = []  # newcomers that have not entered, not reported yet
+        # Newcomers of whom the launcher does not know yet that they have not entered, or have.
+        self.turned_away: list[Node] = []
+        self.let_in: list[int] = []
         self._fresh: set[int] = set()  # those of them that may not have got the model yet
         self._unsaid = False  # a worker was lost, and the scripts have not agreed on a moment
         # All workers have stopped, and wait for others, since then; and the latest report of that.
@@ -467,6 +469,7 @@ class Growing(Leaving):
             self._stalls.enter(node.rank)
             self._order[node.rank] = None
             self.entered[node.rank] = self.terms.number
+            self.let_in.append(node.rank)
             self._fresh.add(node.rank)
         self._unsaid = False
         self._share_again(self._now)

@@ -270,6 +270,9 @@ class Hub:
         for node in members.turned_away:
             self._tell_launcher(f"lost {node.role} {node.rank} {node.pid}")
         members.turned_away.clear()
+        for rank in members.let_in:
+            self._tell_launcher(f"entered worker {rank}")
+        members.let_in.clear()
         self._reported = len(members.losses)
         if watched and self._exporter is not None:  # a server may have joined
             self._send(self._observers.watch_for(1e9))

@@ -179,15 +179,18 @@ class Boundaries:
         """Whether this worker has stopped and wants to leave."""
         return self.asked and self._place is Place.HERE
 
-    def let_go(self) -> bool:
-        """GOODBYE: returns whether this worker leaves at a boundary, and not because of its BYE."""
+    def let_go(self, tell: Callable[[], None]) -> None:
+        """GOODBYE: if this worker leaves at a boundary, and not because of its BYE, let it go on.
+
+        ``tell`` is called before: the script may end at once.
+        """
         with self._life.changed:
             if self._life.state is not Life.STOPPED or self._place is not Place.HERE:
-                return False
+                return
+            tell()
             self._life.move(Event.LET_GO)
             self._change = Change(left=True)
             self._move(PlaceEvent.LET_GO)
-            return True
 
     def lose(self, numbers: Sequence[int]) -> None:
         """Workers are lost."""

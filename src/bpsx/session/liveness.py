@@ -162,9 +162,7 @@ class Liveness(Declarations):
         elif kind == "STAY":
             log.warning("worker %d cannot leave the job now: %s", self.number, message["text"])
         elif kind == "GOODBYE":
-            if self._boundaries.let_go():
-                log.warning("worker %d has left the job: %s", self.number, self._why_leave)
-                self.reporter.mark("leaves the job", self._asked_ns, why=self._why_leave)
+            self._boundaries.let_go(self._tell_departure)
         elif kind == "ADOPT":
             self._adopt(message)
         elif kind in ("JOINED", "CLEAR") and message["generation"] < self._decisions.cleared:
@@ -174,6 +172,11 @@ class Liveness(Declarations):
             self._tell_cleared(message)
         else:
             self.reporter.handle(message)
+
+    def _tell_departure(self) -> None:
+        """This worker has left the job, in which the others go on."""
+        log.warning("worker %d has left the job: %s", self.number, self._why_leave)
+        self.reporter.mark("leaves the job", self._asked_ns, why=self._why_leave)
 
     def _tell_cleared(self, message: dict[str, Any]) -> None:
         """Confirm ``message`` if it is a CLEAR."""
