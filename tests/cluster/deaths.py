@@ -177,7 +177,10 @@ class Striking(Job):
     def await_line(self, text: str) -> None:
         """Wait until all workers have said ``text``."""
         for worker in self.workers:
-            worker.wait_for_line(text)
+            try:
+                worker.wait_for_line(text)
+            except AssertionError:
+                raise AssertionError(self.everything()) from None
 
     def go_on(self) -> None:
         """Let all workers go on that wait for this."""
