@@ -31,7 +31,9 @@ servers = [link for link, what in said if what == b"s"]
 pids = [int(link.recv(20)) for link in servers]
 def lose(i):
     servers[i].send(b"d")
-    servers[i].recv(1)  # its end
+    servers[i].recv(1)  # it closes its files; it has died a little later
+    stat = f"/proc/{pids[i]}/stat"  # until bpsx-run reaps it, at the job's end
+    while open(stat).read().rsplit(")", 1)[1].split()[0] != "Z": os.sched_yield()
 def survive(i):
     lose(i)
     tell(f"lost server {i} {pids[i]}")
