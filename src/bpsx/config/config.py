@@ -81,8 +81,8 @@ class Config:
     @property
     def distributed(self) -> bool:
         """Whether a scheduler takes part, and servers unless :attr:`servers` is 0."""
-        alone = self.size == 1 and self.machines == 1
-        return bool(not alone or self.force_distributed or self.asynchronous)
+        workers = self.machines * self.local_size
+        return bool(workers > 1 or self.force_distributed or self.asynchronous)
 
     @property
     def shares_machine(self) -> bool:
@@ -95,14 +95,20 @@ class Config:
 
         As with BytePS, it is 0 on a single machine whose processes sum among themselves.
         """
-        if (
+        return 0 if self._sums_alone else int(self.num_server or 0)
+
+    @property
+    def _sums_alone(self) -> bool:
+        """Whether this worker's machine is the job's only one, and its processes need no servers.
+
+        Only workers know how many processes a machine has.
+        """
+        return bool(
             self.role == "worker"
             and self.machines == 1
             and self.shares_machine
             and not self.force_distributed
-        ):
-            return 0
-        return int(self.num_server or 0)
+        )
 
     @property
     def may_lose_servers(self) -> bool:
@@ -188,12 +194,7 @@ class Config:
 
     def _server_faults(self) -> Iterable[str]:
         """Check that there are as many servers as needed."""
-        if (
-            self.role == "worker"
-            and self.machines == 1
-            and self.shares_machine
-            and not self.force_distributed
-        ):
+        if self._sums_alone:
             return
         yield from self._missing("num_server")
         # A scheduler cannot know the number of processes on its only machine.
