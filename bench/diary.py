@@ -1,4 +1,4 @@
-"""What a worker writes of its steps while it lives, and what follows from all of these diaries."""
+"""Diaries: each worker of a job writes down its steps, and a check compares all of them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Diary:
 
 @dataclass
 class Verdict:
-    """What the diaries of a job say.
+    """Result of the check of a job's diaries.
 
     ``steps``: that the job has made. ``begun``: by survivors, counted for each worker. ``counted``:
     those that ended, with this worker and the same others in all sums, and with the weights that

@@ -78,5 +78,5 @@ def _strike(job: MortalJob, moments: Iterator[float], steps: int, seconds: float
         if done and done + part >= due:
             due = next(moments)
             role = job.kill(ROLES)
-            progress(f"step {done}: {role or 'nobody'} killed")
+            progress(f"step {done}: {role or 'no process'} killed")
         time.sleep(0.005)

@@ -14,7 +14,7 @@ MOST = 4
 
 
 def changes(added: list[float]) -> list[float]:
-    """What the steps have added, without repetitions."""
+    """Leave out the steps that have added the same as the step before."""
     return [a for a, b in zip(added, [0.0, *added], strict=False) if a != b]
 
 

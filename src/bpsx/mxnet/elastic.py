@@ -100,7 +100,8 @@ class TrainerState(State, elastic.PartsState):
         weights, states = kept
         for parameter, saved in weights:
             for array, value in zip(parameter.list_data(), saved, strict=True):
-                with suppress(mx.MXNetError):  # the engine skips writes until an error is told
+                # An array with an error that the script has not seen ignores writes.
+                with suppress(mx.MXNetError):
                     array.wait_to_read()
                 value.copyto(array)
         if part is self.trainer:

@@ -126,7 +126,7 @@ class Arriving(Surviving):
         }
 
     def _never_taken(self) -> list[int]:
-        """The places of workers that nobody has had yet."""
+        """The places that no worker has had yet."""
         return [rank for rank in range(self.places) if rank not in self._roster.workers]
 
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:

@@ -186,7 +186,7 @@ class Leaving(Shrinking):
         raise NotImplementedError
 
     def _after_leaving(self, node: Node) -> list[Output]:
-        """What follows when a node has left."""
+        """Tell the others that a node has left."""
         raise NotImplementedError
 
     def bye(self, ident: bytes, m: dict[str, Any], now: float = 0.0) -> list[Output]:

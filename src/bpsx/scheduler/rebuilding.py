@@ -519,7 +519,10 @@ def _refuse(ident: bytes, reason: str, over: bool) -> Output:
 
 
 def _dismissed(report: Report, text: str) -> Output:
-    """What ends a node of whose job it is no part any more: ``text``, unless it wants to leave."""
+    """Return the message that ends a node without which the job goes on.
+
+    GOODBYE for a worker that wants to leave, else REFUSED with ``text``.
+    """
     if report.leaves:
         return report.ident, {"type": "GOODBYE"}
     return _refuse(report.ident, text, over=True)
