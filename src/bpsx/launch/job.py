@@ -240,10 +240,12 @@ class Job:
             self._restarts.stop()
         for process in self._restarts.take(now):
             start = self._start_writer if process.role == "scheduler" else self._start
-            before = seen.scheduler.entries(process.number)
+            number = process.number
+            before = seen.scheduler.entries(number)
             if child := start(process):
                 seen.again.append(child)
-                self._entries[child] = process.number, before
+                if number >= 0:
+                    self._entries[child] = number, before
 
     def _late(self) -> list[Child]:
         """The workers that were started again, and have not joined before the job was over.
@@ -251,12 +253,12 @@ class Job:
         They would wait for a scheduler. Others may still save something.
         """
         seen = self._status
-        if not seen.scheduler.over():
+        if not (self._entries and seen.scheduler.over()):
             return []
         return [
             child
             for child, (number, before) in self._entries.items()
-            if child.status is None and number >= 0 and seen.scheduler.entries(number) == before
+            if child.status is None and seen.scheduler.entries(number) == before
         ]
 
     def _start_writer(self, scheduler: Process) -> Child | None:
