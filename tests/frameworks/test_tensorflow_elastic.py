@@ -9,7 +9,15 @@ import pytest
 
 from support.jobs import Job
 from support.tensorflow_job import QUIET
-from support.worker_deaths import REPLACE, SHRINK, begun_anew, check_commits, ends, replace_one
+from support.worker_deaths import (
+    REPLACE,
+    SHRINK,
+    begun_anew,
+    check_commits,
+    ends,
+    lose_sender,
+    replace_one,
+)
 
 pytestmark = pytest.mark.timeout(300)
 HEAD = """
@@ -152,13 +160,7 @@ train(state)
 report""",
     )
     with Job(source, workers=3, servers=2, env={**QUIET, **SHRINK}) as job:
-        job.workers[0].wait_for_line('["step", 5]')
-        job.workers[2].signal(signal.SIGKILL)
-        job.workers[1].wait_for_line('["reset", 1, 2]')
-        job.start_worker(2)
-        job.workers[0].wait_for_line('["sends"]')
-        job.workers[0].signal(signal.SIGKILL)
-        first, second = ends(job, 1, 3)
+        first, second = lose_sender(job, 5)
         assert first[2:4] == second[2:4] == [2, 60]
         check_commits(job, 1, 3)
 

@@ -17,7 +17,7 @@ from bpsx.session.boundaries import Change
 from bpsx.torch import elastic
 from bpsx.torch import horovod as hvd
 from support.jobs import TRANSPORTS, Job
-from support.worker_deaths import begun_anew, ends, replace_one
+from support.worker_deaths import begun_anew, lose_sender, replace_one
 
 TRAINING = """
     import torch, time, zlib
@@ -171,13 +171,7 @@ def test_rank_0_is_lost_while_it_sends_the_model():
         1,
     )
     with Job(source, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
-        job.workers[0].wait_for_line('["step", 10]')
-        job.workers[2].signal(signal.SIGKILL)
-        job.workers[1].wait_for_line('["reset", 1, 2]')
-        job.start_worker(2)
-        job.workers[0].wait_for_line('["sends"]')
-        job.workers[0].signal(signal.SIGKILL)
-        first, second = ends(job, 1, 3)
+        first, second = lose_sender(job, 10)
         assert first[2:] == second[2:] and first[2] == 2
 
 

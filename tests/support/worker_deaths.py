@@ -66,6 +66,20 @@ def replace_one(job: Job, number: int = signal.SIGKILL) -> list[list[Any]]:
     return ends(job, 0, 2, 3)
 
 
+def lose_sender(job: Job, step: int) -> list[list[Any]]:
+    """Let worker 2 of three die, and then rank 0 while it sends the model to one in that place.
+
+    It does so from ``step`` on. Returns the last reports of worker 1 and of the newcomer.
+    """
+    job.workers[0].wait_for_line(f'["step", {step}]')
+    job.workers[2].signal(signal.SIGKILL)
+    job.workers[1].wait_for_line('["reset", 1, 2]')
+    job.start_worker(2)
+    job.workers[0].wait_for_line('["sends"]')
+    job.workers[0].signal(signal.SIGKILL)
+    return ends(job, 1, 3)
+
+
 def begun_anew(job: Job) -> list[list[Any]]:
     """The ``["train", ...]`` reports after :func:`replace_one`: of a survivor and the newcomer.
 
