@@ -22,7 +22,7 @@ TRAINING = """
     number = bpsx.rank()
 
     def share(of, step, i):
-        return np.arange(SIZES[i], dtype=np.float32) % 7 + np.float32(10 ** of * (step + i + 1))
+        return np.arange(SIZES[i], dtype=np.float32) % 7 + np.float32(7 ** of * (step + i + 1))
 
     def counted(got, step, i, average):
         # The sets of workers whose exact sum or average this is: with all, or without some.
@@ -69,8 +69,13 @@ class Shrinking(Job):
 
     def end_well(self, *lost: int) -> None:
         """Await the end. All survivors have the same results, each of an allowed set of workers."""
+        self.end_without(*([of] for of in lost))
+
+    def end_without(self, *losses: list[int]) -> None:
+        """The same. ``losses``: workers that are lost together."""
         assert self.scheduler is not None
         numbers = range(len(self.workers))
+        lost = [of for loss in losses for of in loss]
         living = [of for of in numbers if of not in lost]
         reports = {}
         for of in living:
@@ -82,14 +87,15 @@ class Shrinking(Job):
         first = reports[living[0]]
         assert all(report == first for report in reports.values()), self.everything()
         # In the order of deaths: with all, without the first, and so on; never back again.
-        allowed = [[of for of in numbers if of not in lost[:n]] for n in range(len(lost) + 1)]
+        gone = [sum(losses[:n], []) for n in range(len(losses) + 1)]
+        allowed = [[of for of in numbers if of not in some] for some in gone]
         for i in range(len(SIZES)):
             counted = [[one for one in step[i][0] if one in allowed] for step in first]
             assert all(counted), counted
             ages = [allowed.index(one[0]) for one in counted]
-            assert ages == sorted(ages) and ages[-1] == len(lost), ages
+            assert ages == sorted(ages) and ages[-1] == len(losses), ages
         log = self.scheduler.text()
-        assert log.count("workers go on without") == len(lost), log
+        assert log.count("workers go on without") == len(losses), log
 
 
 @pytest.mark.parametrize("servers", [1, 2])

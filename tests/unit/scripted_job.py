@@ -34,7 +34,7 @@ class Node:
         self.outbox: deque[dict[str, Any]] = deque()
         self.state = "connected"
         self.dead = self.over = False
-        self.lost = ""
+        self.lost, self.goes_on = "", False
         self.bye: str | None = None
         self.greeted: Rebuilding | None = None  # the hub that has got its HELLO
 
@@ -107,7 +107,10 @@ class Node:
         elif m["type"] == "GOODBYE":
             self.over, self.state = True, "over"
         elif m["type"] == "LOST":
-            self.lost = m["text"]
+            self.lost, self.goes_on = m["text"], m["goes_on"]
+            if self.goes_on and self.bye is None:  # its script ends with an error
+                self.bye = self.lost
+                self.send("BYE", failure=self.bye)
         else:
             self.handle(m)
 
@@ -133,11 +136,19 @@ class Worker(Node):
         self.said: dict[int, str] = {}  # what CONNECTED has said of servers that came late
         self.place, self.passed, self.stop = "free", 0, 0  # see bpsx.session.boundaries
         self.meeting, self.fresh, self.wants = -1, False, False
+        self.cleared = 0
         self.order = list(range(world.workers_n))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it speaks to the servers for its machine."""
+        return self.rank % self.world.each == self.world.each - 1
 
     def step(self) -> None:
         """Come to the next boundary, if this worker may."""
         if self.place in ("asked", "here") or self.state == "entering" or self.joined:
+            return
+        if self.goes_on:
             return
         self.passed += 1
         if self.fresh:
@@ -177,7 +188,8 @@ class Worker(Node):
 
     def move(self) -> None:
         """The driver has finished the latest term."""
-        if self.decisions.terms and self.decisions.moved[0] < len(self.decisions.terms):
+        terms = len(self.decisions.terms) if self.speaks else 0
+        if self.decisions.moved[0] < terms:
             self.decisions.moved = (self.decisions.moved[0] + 1, 1, 0)
             self._tell_moved()
 
@@ -189,14 +201,15 @@ class Worker(Node):
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
         fields = {
             "size": self.world.workers_n,
-            "failure": self.lost or None,
-            "cleared": 0,
+            "failure": None if self.goes_on else self.lost or None,
+            "cleared": self.cleared,
             "state": self.decisions.report(
                 self.epoch,
                 self.joined,
                 self.fresh,
-                self.world.dead_lanes(),
+                self.world.dead_lanes() if self.speaks else (),
                 self.wants and self.place == "here",
+                self.goes_on,
             ),
         }
         return fields, parts(self.decisions.known(self.declared))
@@ -259,26 +272,39 @@ class Worker(Node):
         elif kind == "OFF":
             self.place = "free"
         elif kind == "TERM":
-            assert m["term"] == len(self.decisions.terms) + 1
-            self.order = [r for r in self.order if r not in m["dropped"]] + m["entered"]
-            if m["entered"]:
-                assert self.place == "here" or self.rank in m["entered"]
-                assert m["living"] == len(self.order)
-                self.passed = 0
-                self.decisions.joins += 1
-            if m["met"]:
-                assert self.place == "here" or self.rank in m["entered"]
-                self.place = "bound" if m["leaving"] else "free"
-                self.stop = self.passed + 1
-            lanes = {to for *_, targets in [*m["moves"], *m["yields"]] for to, _ in targets}
-            assert not any(lane >= len(self.decisions.servers) for lane in lanes)
-            self.decisions.begin_term(m)
+            self.begin_term(m)
         elif kind == "LANES":
             assert m["server"] == m["first"] == len(self.decisions.servers)
             self.decisions.come(m)
         elif kind == "GONE":
-            assert all(lane < len(self.decisions.servers) for lane in m["lanes"])
+            assert not self.speaks or max(m["lanes"]) < len(self.decisions.servers)
             self.decisions.gone.update(m["lanes"])
+        elif kind in ("DEPART", "CLEAR"):
+            self.hear_of_machine(m)
+
+    def begin_term(self, m: dict[str, Any]) -> None:
+        assert m["term"] == len(self.decisions.terms) + 1
+        self.order = [r for r in self.order if r not in m["dropped"]] + m["entered"]
+        if m["entered"]:
+            assert self.place == "here" or self.rank in m["entered"]
+            assert m["living"] * self.world.each == len(self.order)
+            self.passed = 0
+            self.decisions.joins += 1
+        if m["met"]:
+            assert self.place == "here" or self.rank in m["entered"]
+            self.place = "bound" if m["leaving"] else "free"
+            self.stop = self.passed + 1
+        lanes = {to for *_, targets in [*m["moves"], *m["yields"]] for to, _ in targets}
+        assert not self.speaks or all(lane < len(self.decisions.servers) for lane in lanes)
+        self.decisions.begin_term(m)
+
+    def hear_of_machine(self, m: dict[str, Any]) -> None:
+        """Handle what concerns the other processes of this machine."""
+        if m["type"] == "DEPART":
+            self.wants = True
+        else:
+            self.cleared = max(self.cleared, m["generation"] + 1)
+            self.send("CLEARED", generation=m["generation"])
 
 
 class Newcomer(Worker):
@@ -305,7 +331,7 @@ class Newcomer(Worker):
             self.decisions = Decisions(m["servers"], True)
             assert m["names_told"] == "x"
             self.decisions.terms = m["terms"]
-            self.decisions.moved = (len(m["terms"]), 0, 0)
+            self.decisions.moved = (len(m["terms"]) if self.speaks else 0, 0, 0)
             self.decisions.joins, self.epoch, self.order = m["joins"], m["epoch"], m["living"]
             late = range(self.world.servers, len(m["servers"]))
             self.said = {rank: "" for rank in late if rank not in m["ended"]}
@@ -323,7 +349,7 @@ class Server(Node):
         self.marks = Marks(world.workers_n, range(world.workers_n))
 
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
-        known = [w.rank for w in self.world.workers if w.dead and w.rank >= 0]
+        known = [w.rank for w in self.world.workers if w.dead and w.rank >= 0 and w.speaks]
         cut = [rank for rank in known if rank not in self.marks.dropped]
         return self.marks.report(self.lost, cut, 0), []
 
@@ -359,16 +385,26 @@ class Server(Node):
 
 
 class World:
-    """A job with one lane on each server."""
+    """A job with one lane on each server.
+
+    ``workers``: number of machines, with ``each`` worker processes that sum among themselves.
+    """
 
     def __init__(
-        self, workers: int = 2, servers: int = 2, elastic: str = "servers", most: int = 0
+        self,
+        workers: int = 2,
+        servers: int = 2,
+        elastic: str = "servers",
+        most: int = 0,
+        each: int = 1,
     ) -> None:
-        self.workers_n, self.servers, self.now = workers, servers, 0.0
+        self.machines, self.each = workers, each
+        self.workers_n, self.servers, self.now = workers * each, servers, 0.0
         more = {"BPSX_ELASTIC": elastic, "BPSX_ELASTIC_WAIT": 1, "BPSX_MAX_WORKERS": most}
+        more |= {"BYTEPS_LOCAL_SIZE": each, "BPSX_LOCAL_REDUCE": int(each > 1)}
         self.options = config(workers, servers, **more)
         self.job = 77
-        self.workers = [Worker(self, r) for r in range(workers)]
+        self.workers = [Worker(self, r) for r in range(self.workers_n)]
         self.nodes: list[Node] = [Server(self, s) for s in range(servers)]
         self.nodes += self.workers
         self.hub: Rebuilding | None = self._new_hub(self.job)
@@ -391,9 +427,18 @@ class World:
         newcomer.enter()
         return newcomer
 
+    def machine(self, rank: int) -> range:
+        """The ranks of the processes of a worker's machine."""
+        first = rank - rank % self.each
+        return range(first, first + self.each)
+
+    def enter_machine(self, machine: int) -> list[Newcomer]:
+        """Start the workers of a machine in a vacant place."""
+        return [self.enter(rank) for rank in self.machine(machine * self.each)]
+
     def _new_hub(self, job: int) -> Rebuilding:
         return Rebuilding(
-            self.workers_n,
+            self.machines,
             self.servers,
             1,
             job,

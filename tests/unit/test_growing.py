@@ -366,7 +366,10 @@ def ended_by_too_few(world: World) -> bool:
     """Whether the job has ended, as those that are left cannot tell that they are the majority."""
     if world.hub.state is JobState.RUNNING:
         return False
-    left = [w for w in world.workers if w.entered and not w.dead]
+    left = [w for w in world.workers if w.entered and not (w.dead or w.goes_on)]
+    ranks = {w.rank for w in left}
+    # Of a machine without one of its processes none counts.
+    left = [w for w in left if ranks.issuperset(world.machine(w.rank))]
     assert 2 * len(left) <= max(len(w.order) for w in left), world.hub.failure
     return True
 

@@ -66,7 +66,6 @@ def test_a_worker_that_fails_is_lost():
     [
         ({"BPSX_ELASTIC": "servers"}, ""),
         ({"DMLC_ENABLE_RDMA": "rdma"}, "RDMA writes answers over the pushes"),
-        ({"BPSX_LOCAL_REDUCE": 1, "BYTEPS_LOCAL_SIZE": 2}, "2 processes of each machine"),
     ],
 )
 def test_what_ends_the_job_is_named(changes, why):

@@ -296,8 +296,6 @@ class Config:
             why = "training is asynchronous (BYTEPS_ENABLE_ASYNC)"
         elif TRANSPORT_NAMES[self.transport] == "rdma":
             why = "the transport is RDMA"
-        elif self.shares_machine:
-            why = f"the {self.local_size} processes of a machine sum among themselves"
         else:
             return
         yield f"BPSX_MAX_WORKERS={self.max_workers}: workers cannot join the running job: {why}"

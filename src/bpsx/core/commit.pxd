@@ -15,7 +15,7 @@ from bpsx.core.partition cimport (
 )
 from bpsx.core.stage cimport advance, fail_core, fail_partition
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_JOINED, E_MEMORY
+from bpsx.core.status cimport DONE, E_JOINED, E_MEMORY, E_PEER_LOST
 from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.core.wire cimport LEAST_ACKNOWLEDGED
 from bpsx.system.sync cimport atomic_store, lock, unlock
@@ -45,7 +45,8 @@ cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
         fail_partition(
             c, p, status,
             # The server may know only the machine of a broadcast's root.
-            p.tensor.current.divisor if status == E_JOINED else kept.outcome.a, kept.outcome.b
+            p.tensor.current.divisor if status == E_JOINED or status == E_PEER_LOST
+            else kept.outcome.a, kept.outcome.b
         )
         return
     if p.packed != NULL:

@@ -8,7 +8,9 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memmove
 
 from bpsx.core.codec.state cimport server_state_bytes
-from bpsx.core.partition cimport Backup, LogEntry, Partition, Snapshot, SumNumbers, wire_of
+from bpsx.core.partition cimport (
+    Backup, LogEntry, Partition, Snapshot, SumNumbers, Task, wire_of,
+)
 from bpsx.core.state cimport Core
 from bpsx.core.wire cimport HAS_STATE, STATE, SUMMED, WAS_SET, Coded, Header, counter_in
 from bpsx.system.arrays cimport make_room
@@ -28,10 +30,16 @@ cdef inline bint has_backup(Partition *p) noexcept nogil:
 
 
 cdef inline uint32_t divisor_of(Core *c, Partition *p) noexcept nogil:
-    """The divisor of the partition's push: of an average, the number of workers that are left."""
-    if c.settings.shrinks and p.divisor > 1 and not p.tensor.current.broadcast:
+    """The divisor of the partition's push: of an average, the number of workers that are left.
+
+    If a machine has divided its own sum, as of half types, the machines that are left.
+    """
+    cdef Task *task = p.tensor.current
+    if not c.settings.shrinks or task.divisor <= 1 or task.broadcast:
+        return p.divisor
+    if p.divisor < task.divisor:
         return c.moving.living
-    return p.divisor
+    return c.moving.living * c.settings.processes
 
 
 # ---- the log

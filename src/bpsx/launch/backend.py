@@ -53,6 +53,13 @@ class Process:
         return int(machine) * int(size) + int(rank)
 
     @property
+    def dies_with(self) -> str:
+        """The same text on all processes that the job loses together: see docs/run/launching.md."""
+        of = self.environment
+        alone = self.number < 0 or of.get("BPSX_LOCAL_REDUCE") == "0"
+        return self.name if alone else f"worker machine {of['DMLC_WORKER_ID']}"
+
+    @property
     def ignored(self) -> Sequence[int]:
         """Signals that it ignores from its first instruction on.
 

@@ -30,15 +30,16 @@ class _Place:
 class Restarts:
     """The processes of a job that may be started again.
 
-    ``most``: how often, for all servers together, all workers together, and for the scheduler;
-    None: :data:`SCHEDULERS` for the scheduler only. Callers pass the time.
+    ``most``: how often, for all servers together, all worker machines together, and for the
+    scheduler; None: :data:`SCHEDULERS` for the scheduler only. As the processes of a machine end
+    together, it counts once when each of them is started again. Callers pass the time.
     """
 
     def __init__(self, most: int | None) -> None:
         others = most or 0
         schedulers = SCHEDULERS if most is None else others
         self._most = {"server": others, "worker": others, "scheduler": schedulers}
-        self._counts: Counter[str] = Counter()  # by role
+        self._counts: Counter[str] = Counter()  # by the name of the process
         self._places: dict[str, _Place] = {}  # by the name of the process
         self._waiting: dict[str, float] = {}  # name of the process -> when it is due
 
@@ -53,15 +54,25 @@ class Restarts:
         if place is None or not self._most[place.process.role]:
             return ""
         role = place.process.role
-        if self._counts[role] >= self._most[role]:
+        self._counts[name] += 1
+        if self._used(role) > self._most[role]:
+            self._counts[name] -= 1
             return f"not started again, as --max-restarts {self._most[role]} is used up"
-        self._counts[role] += 1
         if now - place.started >= HEALTHY:
             place.delay = SOONEST
         self._waiting[name] = now + place.delay
-        text = f"started again in {place.delay:g} s ({self._counts[role]} of {self._most[role]})"
+        text = f"started again in {place.delay:g} s ({self._used(role)} of {self._most[role]})"
         place.delay = min(2 * place.delay, LATEST)
         return text
+
+    def _used(self, role: str) -> int:
+        """How often processes of a role have been started again; those of a machine count once."""
+        most: dict[str, int] = {}
+        for name, place in self._places.items():
+            if place.process.role == role:
+                group = place.process.dies_with
+                most[group] = max(most.get(group, 0), self._counts[name])
+        return sum(most.values())
 
     def is_due(self, name: str) -> bool:
         """Whether a process is to be started again."""

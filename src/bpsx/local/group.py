@@ -51,6 +51,11 @@ class Neighbourhood:
             self._config.rank if self.place is MachineRole.DIRECT else self._config.worker_id or 0
         )
 
+    def speaks_for(self, worker: int) -> bool:
+        """Whether this process speaks to the servers for worker number ``worker``."""
+        each = 1 if self.place is MachineRole.DIRECT else self._config.local_size
+        return self.has_lanes and worker // each == self._config.rank // each
+
     def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the root's kernels compile while other processes still start.
 
@@ -73,13 +78,15 @@ class Neighbourhood:
             else open_endpoint(self._config)
         )
 
-    def meet(self, job: int, wake: int, look: Callable[[], None]) -> None:
-        """Meet the machine's other processes, if there are any.
+    def meet(self, job: int, meeting: int, wake: int, look: Callable[[], None]) -> None:
+        """Meet the machine's other processes, if there are any; anew if another meeting was off.
 
         See :func:`bpsx.local.handshake.meet`.
         """
         if self.place is not MachineRole.DIRECT:
-            self.machine = meet(self._config, job, wake, not self._config.servers, look)
+            self.close()
+            alone = not self._config.servers
+            self.machine = meet(self._config, job, meeting, wake, alone, look)
 
     def check_average(self, name: str, dtype: int, divisor: int, on_gpu: bool) -> None:
         """Refuse averages that would be wrong. Raises :class:`~bpsx.errors.ConfigError`."""

@@ -1,8 +1,9 @@
 """Handshake of the processes of a machine.
 
 Each process sends its memory and its wake-up descriptor to the root, and the root sends all to all.
-They meet at a Unix socket in the user's private folder, named after the job's random number and the
-machine. The root removes the socket as soon as all processes have connected.
+They meet at a Unix socket in the user's private folder, named after the job's random number, the
+machine and, if the machine joins the running job, the meeting of its workers. The root removes the
+socket as soon as all processes have connected.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ _UCRED = struct.Struct("3i")
 _YOUNG = 60.0
 
 
-def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], None]) -> Machine:
+def meet(
+    config: Config, job: int, meeting: int, wake: int, alone: bool, look: Callable[[], None]
+) -> Machine:
     """Meet this machine's other processes; return a :class:`Machine` with all mapped.
 
-    ``wake``: descriptor that ends this process's sleep. ``look`` is called repeatedly, and may
-    raise to give up. Raises :class:`~bpsx.errors.RendezvousError` naming the missing local ranks,
+    ``meeting``: that at which the machine joins the running job, or 0. ``wake``: descriptor that
+    ends this process's sleep. ``look`` is called repeatedly, and may raise to give up. Raises
+    :class:`~bpsx.errors.RendezvousError` naming the missing local ranks,
     :class:`~bpsx.errors.ConfigError`.
     """
     size, me = config.local_size, config.local_rank
@@ -49,7 +53,8 @@ def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], No
         name=f"bpsx-{os.getuid()}-{job:x}-{me}",
         room=room,
     )
-    digest = hashlib.sha256(f"{job} {config.worker_id or 0}".encode()).hexdigest()[:20]
+    name = f"{job} {config.worker_id or 0} {meeting}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:20]
     path = runtime_dir() / f"job-{digest}.sock"
     end = time.monotonic() + config.rendezvous_timeout
     try:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bpsx.errors import Status
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobState
-from bpsx.scheduler.surviving import Surviving, left_message
+from bpsx.scheduler.surviving import Surviving, left_message, lost_message
 from bpsx.scheduler.terms import elastic_is_off, fixed_workers
 
 #: Seconds in which all senders have to connect to a server that joins the job.
@@ -89,7 +88,7 @@ class Arriving(Surviving):
         """The fields of WELCOME that every node gets."""
         replaceable = self.elastic_wait > 0 or self.num_server > 1
         kinds = [options for _, options in self._roster.kinds()]
-        shrinks = self.processes == 1 and not fixed_workers(kinds)
+        shrinks = not fixed_workers(kinds)
         return {
             "type": "WELCOME",
             "job": self.job,
@@ -117,7 +116,7 @@ class Arriving(Surviving):
             "size": self.size,
             # A server names a worker that it loses.
             "peers": [[w.rank, str(w)] for w in workers],
-            "vacant": self._never_taken(),
+            "vacant": sorted({rank // self.processes for rank in self._never_taken()}),
             "left": [left_message(w) for w in workers if w.left and w.rank not in dropped],
             "joined": joined,
             "joins": joins,
@@ -189,8 +188,7 @@ class Arriving(Surviving):
         text = f"{node} cannot join the running job: {why}"
         del self._arrivals[node.rank]
         self._remove(node)
-        lost = {"type": "LOST", "text": text, "status": Status.PEER_LOST}
-        return [(node.ident, lost), *self._forget(arrival, text)]
+        return [(node.ident, lost_message(text)), *self._forget(arrival, text)]
 
     def _forget(self, arrival: Arrival, text: str) -> list[Output]:
         """Tell the workers that a server has gone before it had any key."""

@@ -267,7 +267,7 @@ class Gathering:
 
     def _most_workers(self, options: Mapping[str, Any]) -> int:
         """:attr:`places`, if a worker has these options."""
-        grows = not (fixed_workers([options]) or options["BPSX_LOCAL_REDUCE"])
+        grows = not fixed_workers([options])
         machines = max(self.num_worker, int(options["BPSX_MAX_WORKERS"]) if grows else 0)
         return machines * int(options["BYTEPS_LOCAL_SIZE"])
 

@@ -6,7 +6,7 @@ stopped at the same boundary, it connects to the lanes, the servers learn of it,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,19 @@ class Growing(Leaving):
                 return [(ident, _status("the end of a meeting of the workers"))]
             return super()._arrive(ident, m)
         self._queue(ident, m)
-        there = self._roster.live.get(m["rank"])
-        full = m["rank"] < 0 and ident not in self._guests()
-        missing = f"the end of {there}" if there else _VACANCY if full else _NEXT_BOUNDARY
-        return [(ident, _status(missing))]
+        return [(ident, _status(self._lacks_to_enter(ident, m["rank"])))]
+
+    def _lacks_to_enter(self, ident: bytes, rank: int) -> str:
+        """What a newcomer waits for, as it tells its user."""
+        if there := self._roster.live.get(rank):
+            return f"the end of {there}"
+        if ident in self._guests():
+            return _NEXT_BOUNDARY
+        if rank < 0:
+            return _VACANCY
+        ours = {newcomer.node.rank for newcomer in self._newcomers.values()}
+        missing = [f"worker {other}" for other in self._machine(rank) if other not in ours]
+        return f"{names(missing)} on the same machine"
 
     def _queue(self, ident: bytes, m: dict[str, Any]) -> None:
         """Let a worker wait for the next meeting."""
@@ -241,7 +250,8 @@ class Growing(Leaving):
                 vacant = (r for r in range(self.places) if r not in live and r not in wanted)
                 newcomer.node.rank = next(vacant, -1)
         ranks = {ident: n.node.rank for ident, n in self._newcomers.items()}
-        return {i: self._newcomers[i] for i, r in ranks.items() if r >= 0 and r not in live}
+        fit = self._whole_machines(r for r in ranks.values() if r >= 0 and r not in live)
+        return {ident: self._newcomers[ident] for ident, rank in ranks.items() if rank in fit}
 
     def _refuse_unfit(self, now: float) -> list[Output]:
         """Refuse the newcomers that came before the job began, and whose options differ from it.
@@ -255,7 +265,7 @@ class Growing(Leaving):
         late = [
             ident
             for ident, n in self._newcomers.items()
-            if ident not in guests and n.node.rank >= 0 and now - n.since >= self.silence
+            if n.node.rank in self._roster.live and now - n.since >= self.silence
         ]
         why = "its place is taken: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
         return out + self._refuse_newcomers(why, late)
@@ -279,6 +289,9 @@ class Growing(Leaving):
             return "no worker waits to join or leave any more"
         if connecting and (self._keys_move() or self._arrivals):
             return "the job's servers change"
+        welcomed = {n.node.rank for n in self._newcomers.values() if n.welcomed}
+        if welcomed != self._whole_machines(welcomed):
+            return "a process of a machine that was about to join is gone"
         return ""
 
     def _go_on(self, now: float) -> list[Output]:
@@ -366,23 +379,23 @@ class Growing(Leaving):
         self._leavers.clear()
         return [*self._call_off(why, now), *stay, *self._refuse_newcomers(why)]
 
-    def _lose_worker(
-        self, node: Node, text: str, now: float, planned: bool = False
+    def _lose_workers(
+        self, lost: Sequence[Node], text: str, now: float, planned: bool = False
     ) -> list[Output]:
         """See :class:`~bpsx.scheduler.shrinking.Shrinking`.
 
         The scripts have to agree on the moment at which they divide data and learning rates anew.
         """
         self._unsaid = True
-        self._fresh.discard(node.rank)
-        return super()._lose_worker(node, text, now, planned)
+        self._fresh.difference_update(node.rank for node in lost)
+        return super()._lose_workers(lost, text, now, planned)
 
-    def _fixed_workers(self) -> str:
+    def _fixed_workers(self, lost: Node | None = None) -> str:
         """See :class:`~bpsx.scheduler.shrinking.Shrinking`."""
-        live = self._roster.live
-        if live and self._fresh.issuperset(live):
+        others = {node.rank for node in self._others(lost)}
+        if others and self._fresh.issuperset(others):
             return "no worker that is left has got the model"
-        return super()._fixed_workers()
+        return super()._fixed_workers(lost)
 
     def synced(self, ident: bytes) -> list[Output]:
         """Handle SYNCED: a worker that has joined has got the model."""
@@ -462,12 +475,15 @@ class Growing(Leaving):
         """The last server has cleared: all go on, with the newcomers."""
         assert self.terms is not None
         self._meeting.move(MeetingEvent.ALL_CLEARED, (), self._now)
-        newcomers = [n.node for n in self._newcomers.values() if n.welcomed]
+        # Processes of a machine get places next to each other.
+        entering = [n.node for n in self._newcomers.values() if n.welcomed]
+        newcomers = sorted(entering, key=lambda node: node.rank)
         for node in newcomers:
             del self._newcomers[node.ident]
             self._roster.enter(node)
             self._stalls.enter(node.rank)
             self._order[node.rank] = None
+            self._note_root(node)
             self.entered[node.rank] = self.terms.number
             self.let_in.append(node.rank)
             self._fresh.add(node.rank)
@@ -481,7 +497,7 @@ class Growing(Leaving):
         )
         self.notes.append(text)
         term = self._new_term(
-            [], text, entered=[n.rank for n in newcomers], living=len(workers), met=True
+            [], text, entered=[n.rank for n in newcomers], living=self._count_senders(), met=True
         )
         told = [*workers, *self._roster.live_servers.values()]
         return [(n.ident, term) for n in told] + self._replay()

@@ -51,10 +51,14 @@ class Leaving(Shrinking):
         if ident not in self._leavers:
             self.notes.append(f"{node} wants to leave the job: {m['why']}")
         self._leavers[ident] = Wish(m["why"], m["needs"])
+        why, out = f"{node} on the same machine leaves it ({m['why']})", []
+        for neighbour in self._neighbours(node):
+            if self._leavers.setdefault(neighbour.ident, Wish(why, "")).why == why:
+                out.append((neighbour.ident, {"type": "DEPART", "why": why}))
         if node in self._may_leave():
-            return []
+            return out
         why = self._why_needed() or "no other worker has got the model yet"
-        return [(ident, {"type": "STAY", "text": why})]
+        return [*out, (ident, {"type": "STAY", "text": why})]
 
     def has_successor(self, node: Node) -> bool:
         """Whether another worker has joined in the place of ``node``."""
@@ -95,7 +99,7 @@ class Leaving(Shrinking):
     def _all_leave(self) -> bool:
         """Whether the job is to end: all want to leave, and no other can get the model of them."""
         wishing, live = self._wishing, len(self._roster.live)
-        others = self._guests() if live == 1 else self._newcomers
+        others = self._guests() if live == self.processes else self._newcomers
         return bool(wishing) and len(wishing) == live and not others
 
     def _why_needed(self) -> str:
@@ -120,7 +124,8 @@ class Leaving(Shrinking):
             return wishing
         wanted = {newcomer.node.rank for newcomer in self._newcomers.values()}
         last = min(with_model, key=lambda rank: rank in wanted, default=-1)
-        return [node for node in wishing if node.rank != last]
+        staying = self._machine(last)
+        return [node for node in wishing if node.rank not in staying]
 
     def _leave(self, now: float) -> list[Output] | None:
         """All workers have stopped: let some leave, or announce it. None: there is nothing to do.
@@ -139,10 +144,13 @@ class Leaving(Shrinking):
             self._remove(node)
             self._parting.append(node.ident)
         out: list[Output] = []
+        machines: dict[int, list[Node]] = {}
         for node in leaving:
-            text = f"{node} leaves the job: {self._leavers.pop(node.ident).why}"
-            out += self._lose_worker(node, text, now, planned=True)
-            out += self._after_leaving(node)
+            machines.setdefault(node.rank // self.processes, []).append(node)
+        for nodes in machines.values():
+            text = f"{nodes[0]} leaves the job: {self._leavers.pop(nodes[0].ident).why}"
+            out += self._lose_workers(nodes, text, now, planned=True)
+            out += [out for node in nodes for out in self._after_leaving(node)]
         return out
 
     def _announce(self, leaving: list[Node], now: float) -> list[Output]:

@@ -25,7 +25,7 @@ from bpsx.scheduler.growing import Growing
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
-from bpsx.scheduler.surviving import left_message
+from bpsx.scheduler.surviving import left_message, lost_message
 from bpsx.scheduler.terms import Terms
 
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
@@ -56,8 +56,6 @@ class Membership(Growing):
         # No worker waits for another, so the job continues when one dies.
         self.asynchronous = False
         self.epoch = 0  # number of resets after a stall
-        # Machine -> its root's connection, where only the root speaks to the servers.
-        self._roots: dict[int, bytes] = {}
         # The first worker that left without a failure.
         self._first_leaver: Node | None = None
         self._dead: list[str] = []  # deaths of workers that an asynchronous job survived
@@ -90,13 +88,8 @@ class Membership(Growing):
         config = workers[0].config
         self.asynchronous = any(n.config.get(_ASYNC) for n in self.nodes.values())
         self.processes = self.local_size if config.get("BPSX_LOCAL_REDUCE") else 1
-        if self.processes > 1:
-            self._roots = {
-                w.rank // self.processes: w.ident
-                for w in workers
-                if w.rank % self.processes == self.processes - 1
-            }
         for worker in workers:
+            self._note_root(worker)
             self._stalls.enter(worker.rank)
         self._order = dict.fromkeys(w.rank for w in workers if not w.left)
         partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
@@ -277,13 +270,15 @@ class Membership(Growing):
         root = machine * self.processes + self.processes - 1
         if self.registry is None or root not in self._joins.joined or root not in self._roster.live:
             return []
+        node = self._roster.live[root]
         return [
-            (self._roster.live[root].ident, self._adopt_message(name, generation, d))
+            (node.ident, self._adopt_message(node, name, generation, d))
             for name, generation, d in self.registry.adopt(root)
         ]
 
-    @staticmethod
-    def _adopt_message(name: str, generation: int, d: RegisteredTensor) -> dict[str, Any]:
+    def _adopt_message(
+        self, root: Node, name: str, generation: int, d: RegisteredTensor
+    ) -> dict[str, Any]:
         return {
             "type": "ADOPT",
             "name": name,
@@ -292,7 +287,7 @@ class Membership(Growing):
             "dtype": d.dtype,
             "shape": list(d.shape),
             "codec": d.codec,
-            "places": [list(p) for p in d.places],
+            "places": [list(p) for p in self._places_for(root, d.places)],
         }
 
     def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
@@ -480,9 +475,9 @@ class Membership(Growing):
         """
         if node.role == "server":
             return self._lose_server(node, text, now)
-        fixed = self._fixed_workers()
+        fixed = self._fixed_workers(node)
         if not fixed:
-            return self._lose_worker(node, text, now)
+            return self._lose_machine(node, text, now)
         # A worker that failed because another one had left is not the first cause.
         by_leaver = failure.startswith(_PEER_LEFT_PREFIX)
         self.blamed = self.blamed or by_leaver and self._first_leaver or node
@@ -503,7 +498,7 @@ class Membership(Growing):
         ``status``: code with which their push_pulls end.
         """
         self._move(event, text)
-        lost = {"type": "LOST", "text": text, "status": status}
+        lost = lost_message(text, status)
         self._roster.excuse(*self._roster.unheard.values())
         out = [(n.ident, lost) for n in self.nodes.values() if not n.left]
         return out + self._farewells() + self._process_deferred_byes()

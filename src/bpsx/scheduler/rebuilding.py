@@ -15,7 +15,7 @@ from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.registry import RegisteredTensor
 from bpsx.scheduler.reports import Report, Term, parse
 from bpsx.scheduler.returning import Returning, slots_given
-from bpsx.scheduler.roster import Node
+from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
 from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import Told
@@ -271,6 +271,8 @@ class Rebuilding(Membership):
         for rank, why in lost:
             if self.state is not JobState.RUNNING:
                 break
+            if rank in self.terms.dropped:  # with another process of its machine
+                continue
             node = self._roster.workers[rank]
             self._remove(node)
             out += self._lost(node, f"{node} is gone: {why}", now)
@@ -336,10 +338,10 @@ class Rebuilding(Membership):
         for term in longest.terms:
             of = [known[job.lane_servers[lane]] for lane, _ in term.moves[:1]]
             if term.dropped:
-                of = [Node(b"", "worker", term.dropped[0], "lost", 0)]
+                of = [Node(b"", "worker", rank, "lost", 0) for rank in term.dropped]
             self._restore_workers(term)
             to = "other servers" if term.yields else ""
-            name = str(of[0]) if of else ""
+            name = names([str(node) for node in of])
             told.append(Told(term.number, name, term.moves, term.missed, term.yields, to))
             self.losses += [Loss(n, term.text, term.text, bool(term.leaving)) for n in of]
         self.restored = len(self.losses)
@@ -374,7 +376,7 @@ class Rebuilding(Membership):
             self.terms.dropped.pop(rank, None)
             self.entered[rank] = term.number
         if term.entered:
-            self._full = max(self._full, term.living)
+            self._full = max(self._full, term.living * self.processes)
 
     def _restore_late(self, job: Returning, known: dict[int, Node]) -> None:
         """Restore the servers that came after the job had begun.

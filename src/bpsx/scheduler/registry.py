@@ -7,7 +7,7 @@ mismatch, reported to every worker that has declared the tensor or will.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
@@ -31,6 +31,11 @@ class RegisteredTensor:
     places: list[Assignment] = field(default_factory=list)
     failure: str = ""
     status: int = 0  # errors.Status of `failure`; 0: none
+
+    @property
+    def first(self) -> str:
+        """The first worker that has declared it, as text for messages."""
+        return f"worker {next(iter(self.ranks))}" if self.ranks else "a worker that was lost"
 
     def describe(self) -> str:
         """Dtype, shape and compression, as text for messages."""
@@ -93,7 +98,7 @@ class Registry:
             codec,
         ):
             known.failure = (
-                f"tensor {name!r}: worker {next(iter(known.ranks))} has {known.describe()}, worker"
+                f"tensor {name!r}: {known.first} has {known.describe()}, worker"
                 f" {rank} has {wanted.describe()}; all workers must use the same shape, dtype and"
                 " compression for one name"
             )
@@ -139,6 +144,13 @@ class Registry:
         for _, _, declared in found:
             declared.ranks.setdefault(root)
         return found
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """The processes of a machine are lost: others in their places know none of its tensors."""
+        for rank in ranks:
+            self._unadopted.pop(rank, None)
+            for known in self._tensors.values():
+                known.ranks.pop(rank, None)
 
     def clear(self) -> None:
         """Void all declarations: the next declaration of a name is its first.

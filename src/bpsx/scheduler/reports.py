@@ -84,6 +84,7 @@ class Report:
     joined: bool = False
     fresh: bool = False
     leaves: bool = False
+    lost: bool = False
     key: int = -1
     slots: dict[int, int] = field(default_factory=dict)
     known: dict[tuple[str, int], Known] = field(default_factory=dict)
@@ -146,7 +147,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     report.reset = (_number(state["reset"][0], -64), _text(state["reset"][1]))
     report.joins, report.last = _number(state["joins"]), _number(state["last"], -1)
     report.joined, report.fresh = bool(state["joined"]), bool(state["fresh"])
-    report.leaves = bool(state["leaves"])
+    report.leaves, report.lost = bool(state["leaves"]), bool(state["lost"])
     report.key = _number(state["key"], -1)
     report.slots = {_number(lane): _number(count) for lane, count in state["slots"]}
     return report

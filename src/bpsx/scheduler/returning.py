@@ -47,7 +47,11 @@ class Returning:
 
     @property
     def dropped(self) -> set[int]:
-        """The ranks of lost workers without which the job goes on, as some node has heard."""
+        """The ranks of lost workers without which the job goes on, as some node has heard.
+
+        A worker that has heard so of itself may be the only one.
+        """
+        found = {rank for rank, worker in self._whole("worker").items() if worker.lost}
         lost: dict[int, int] = {}
         entered: dict[int, int] = {}
         for server in self._whole("server").values():
@@ -57,7 +61,7 @@ class Returning:
             for term in worker.terms:
                 _note_latest(lost, ((rank, term.number) for rank in term.dropped))
                 _note_latest(entered, ((rank, term.number) for rank in term.entered))
-        return {rank for rank, term in lost.items() if term > entered.get(rank, 0)}
+        return found | {rank for rank, term in lost.items() if term > entered.get(rank, 0)}
 
     @property
     def told_dropped(self) -> set[int]:
@@ -83,7 +87,8 @@ class Returning:
         """Whether the job can go on without the workers that have not come back.
 
         At most one scheduler can have more than half of the workers, or half of them with the one
-        that entered first.
+        that entered first. The processes of a machine that sum among themselves count if all are
+        back.
         """
         if (
             self.left
@@ -91,11 +96,16 @@ class Returning:
             or fixed_workers([r.config for r in self.reports.values()])
         ):
             return False
-        first = next(iter(self.workers.values()))
-        if first.config["BPSX_LOCAL_REDUCE"] and first.config["BYTEPS_LOCAL_SIZE"] > 1:
-            return False
-        here, living = len(self.workers), self.order_of_entry()
-        return 2 * here > len(living) or 2 * here == len(living) and living[0] not in absent
+        torn, living = {self._sender(rank) for rank in absent}, self.order_of_entry()
+        back = self.workers
+        here = [rank for rank in living if rank in back and self._sender(rank) not in torn]
+        return 2 * len(here) > len(living) or 2 * len(here) == len(living) and living[0] in here
+
+    def _sender(self, rank: int) -> int:
+        """The rank of the process that speaks to the servers for worker ``rank``."""
+        options = next(iter(self.workers.values())).config
+        processes = options["BYTEPS_LOCAL_SIZE"] if options["BPSX_LOCAL_REDUCE"] else 1
+        return int(rank - rank % processes + processes - 1)
 
     def order_of_entry(self) -> list[int]:
         """The living workers in the order of entry, as far as the workers know that are back."""
@@ -212,10 +222,12 @@ class Returning:
         """Seconds for which the workers ``lost`` may stay away, after all others have come."""
         if not lost or now >= self._deadline:
             return 0.0
-        broken = [{*r.broken} for r in self.servers.values()]
-        if broken and {*lost} <= set.intersection(*broken):
+        broken, senders = [{*r.broken} for r in self.servers.values()], map(self._sender, lost)
+        if broken and set.intersection(*broken).issuperset(senders):
             return min(_BROKEN_SECONDS, self._grace)
-        return self._grace if {*lost} <= {*replaced}.union(*broken) else math.inf
+        ended = set().union(*broken)
+        explained = all(rank in replaced or self._sender(rank) in ended for rank in lost)
+        return self._grace if explained else math.inf
 
     def _wait_for_servers(self) -> float:
         """Seconds for which absent servers may stay away, after all workers have come."""

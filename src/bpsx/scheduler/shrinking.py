@@ -1,20 +1,30 @@
 """The part of a job's membership that goes on without lost workers. Pure.
 
 docs/internals/elastic-workers.md has the protocol: the loss of a worker begins a term in which no
-keys move. Lanes and workers decide alone which of its gradients count.
+keys move. Lanes and workers decide alone which of its gradients count. Worker processes that sum
+among themselves are lost together: docs/internals/elastic-machines.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from bpsx.scheduler.balancing import Balancing
 from bpsx.scheduler.gathering import Output
-from bpsx.scheduler.roster import Node
-from bpsx.scheduler.surviving import Loss
+from bpsx.scheduler.roster import Node, names
+from bpsx.scheduler.states import Presence
+from bpsx.scheduler.surviving import Loss, lost_message
 from bpsx.scheduler.terms import ELASTIC, REPLACE, SHRINK, fixed_workers
 
 
 class Shrinking(Balancing):
     """The workers that a job has lost, and goes on without."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        # Machine -> its root's connection, where only the root speaks to the servers.
+        self._roots: dict[int, bytes] = {}
 
     @property
     def _dropped(self) -> dict[int, int]:
@@ -26,15 +36,46 @@ class Shrinking(Balancing):
         """Whether the job is to survive the loss of a worker, as far as its options say."""
         return any(given.get(ELASTIC) in (SHRINK, REPLACE) for _, given in self._roster.kinds())
 
-    def _fixed_workers(self) -> str:
-        """Why the job cannot go on without a worker; empty if it can."""
+    # ---- machines, where their processes sum among themselves
+
+    def _machine(self, rank: int) -> range:
+        """The ranks of the processes that sum among themselves with ``rank``, which is one."""
+        first = rank - rank % self.processes
+        return range(first, first + self.processes)
+
+    def _note_root(self, worker: Node) -> None:
+        """Note a worker if it speaks for its machine."""
+        if self.processes > 1 and self._speaks(worker):
+            self._roots[worker.rank // self.processes] = worker.ident
+
+    def _neighbours(self, node: Node) -> list[Node]:
+        """The other live processes of a worker's machine."""
+        live = self._roster.live
+        return [live[r] for r in self._machine(node.rank) if r in live and r != node.rank]
+
+    def _whole_machines(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` whose machines have all of their processes among them."""
+        found = {*ranks}
+        return {rank for rank in found if found.issuperset(self._machine(rank))}
+
+    def _count_senders(self) -> int:
+        """Number of live workers that speak to the servers."""
+        return sum(self._speaks(worker) for worker in self._roster.live.values())
+
+    # ---- the loss
+
+    def _others(self, lost: Node | None) -> list[Node]:
+        """The live workers that are not on the machine of ``lost``."""
+        machine = self._machine(lost.rank) if lost is not None else ()
+        return [w for rank, w in self._roster.live.items() if rank not in machine]
+
+    def _fixed_workers(self, lost: Node | None = None) -> str:
+        """Why the job cannot go on without the worker ``lost``, or without any; "" if it can."""
         why = fixed_workers([options for _, options in self._roster.kinds()])
         if why:
             return why
-        if self.processes > 1:
-            return f"{self.processes} processes of each machine sum among themselves"
-        if not self._roster.live:
-            return "it was the last worker"
+        if not self._others(lost):
+            return "it was the last worker" if self.processes == 1 else "it was the last machine"
         if self._sender_left is not None:
             return f"{self._sender_left} has left, perhaps with the only result"
         return ""
@@ -51,30 +92,54 @@ class Shrinking(Balancing):
             and self._speaks(node)
         )
 
-    def _lose_worker(
-        self, node: Node, text: str, now: float, planned: bool = False
-    ) -> list[Output]:
-        """Begin a term without ``node``, which was lost at ``now``. ``text``: how it ended.
+    def _lose_machine(self, node: Node, text: str, now: float) -> list[Output]:
+        """Begin a term without ``node``, and without those that sum with it. Arguments as below."""
+        neighbours = self._neighbours(node)
+        out: list[Output] = []
+        if neighbours:
+            more = names([str(neighbour) for neighbour in neighbours])
+            text += f"; its machine leaves the job with it: {more}"
+        for neighbour in neighbours:
+            waits = neighbour.presence is Presence.LEAVING
+            self._remove(neighbour)
+            told = {"type": "GOODBYE"} if waits else lost_message(text, goes_on=True)
+            out.append((neighbour.ident, told))
+        return out + self._lose_workers([node, *neighbours], text, now)
 
-        ``planned``: it has asked to leave, and nothing is under way.
+    def _lose_workers(
+        self, lost: Sequence[Node], text: str, now: float, planned: bool = False
+    ) -> list[Output]:
+        """Begin a term without ``lost``, one worker or those of a machine.
+
+        ``text``: how the first of them ended. ``now``: when. ``planned``: it has asked to leave,
+        and nothing is under way.
         """
         assert self.terms is not None
         out: list[Output] = []
         for arrival in list(self._arrivals.values()):
             out += self._drop(arrival, "a worker was lost before all had connected to it")
         workers = list(self._roster.live.values())
-        senders = [w.ident for w in workers]
-        self.terms.drop(node.rank, str(node), node.ident, senders, now, planned)
+        ranks = sorted({rank for node in lost for rank in self._machine(node.rank)})
+        senders = [w.ident for w in workers if self._speaks(w)]
+        who = names([str(node) for node in lost])
+        if self.processes > 1 and self.registry is not None:
+            self.registry.forget(ranks)
+        self.terms.drop(ranks, who, [node.ident for node in lost], senders, now, planned)
         why = text
         text += (
             f"; the job goes on with term {self.terms.number} and {len(workers)} of"
             f" {len(workers) + len(self._dropped)} workers"
         )
-        self.losses.append(Loss(node, why, text, planned))
-        leaving = [node.rank] if planned else []
+        for node in lost[1:]:
+            more = f"{node} has left the job with {lost[0]}"
+            self.losses.append(Loss(node, more, more, planned))
+        self.losses.append(Loss(lost[0], why, text, planned))
         message = self._new_term(
-            [], text, dropped=[node.rank], living=len(workers), leaving=leaving
+            [], text, dropped=ranks, living=len(senders), leaving=ranks if planned else []
         )
         self._share_again(now)
         told = [*workers, *self._roster.live_servers.values()]
-        return out + [(n.ident, message) for n in told] + self._process_deferred_byes()
+        out += [(n.ident, message) for n in told]
+        for node in lost:  # a root takes the marks along that it had to clear
+            out += self._release(self._joins.lost(node.ident))
+        return out + self._process_deferred_byes()

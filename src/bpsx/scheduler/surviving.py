@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bpsx.errors import Status
 from bpsx.planning.placement import Moves, Yields
 from bpsx.scheduler.gathering import Gathering, Output
 from bpsx.scheduler.join_barrier import Joins
@@ -56,6 +57,16 @@ def left_message(node: Node) -> dict[str, Any]:
     return {"type": "LEFT", "rank": node.rank, "host": node.host, "pid": node.pid}
 
 
+def lost_message(
+    text: str, status: int = Status.PEER_LOST, goes_on: bool = False
+) -> dict[str, Any]:
+    """Return LOST, which ends the job for a process.
+
+    ``status``: with which push_pulls end. ``goes_on``: the job goes on without this process.
+    """
+    return {"type": "LOST", "text": text, "status": status, "goes_on": goes_on}
+
+
 def term_message(
     number: int,
     moves: Moves,
@@ -71,8 +82,9 @@ def term_message(
     """Return TERM.
 
     ``dropped``, ``entered``: ranks of workers that were lost or have joined. ``living``: number of
-    workers then. ``met``: it ends a meeting. ``leaving``: ranks of workers that leave in good
-    order: at the next boundary, or now if they are among ``dropped``, too.
+    workers then that speak to the servers. ``met``: it ends a meeting. ``leaving``: ranks of
+    workers that leave in good order: at the next boundary, or now if they are among ``dropped``,
+    too.
     """
     return {
         "type": "TERM",

@@ -227,23 +227,23 @@ class Terms:
 
     def drop(
         self,
-        rank: int,
+        ranks: Iterable[int],
         name: str,
-        sender: bytes,
+        senders: Iterable[bytes],
         others: Collection[bytes],
         now: float,
         planned: bool = False,
     ) -> None:
-        """Begin the next term, because worker ``rank`` is lost.
+        """Begin the next term, because the workers ``ranks`` are lost.
 
-        ``name``, ``sender``: the worker, as text and as a sender of MOVED. ``others``: the workers
-        that will send MOVED. ``now``: when it was lost. ``planned``: it leaves in good order.
+        ``name``, ``senders``: the workers, as text and as senders of MOVED. ``others``: the workers
+        that will send MOVED. ``now``: when they were lost. ``planned``: they leave in good order.
         """
         self.number += 1
         self._latest = now
-        self.dropped[rank] = self.number
+        self.dropped.update(dict.fromkeys(ranks, self.number))
         for recovery in self._open:
-            recovery.awaited.discard(sender)
+            recovery.awaited.difference_update(senders)
         self._finish()
         self._lossy = True
         self.state = HANDOVER.after(self.state, HandoverEvent.WORKER_LOST)

@@ -372,10 +372,10 @@ cdef class Lane:
     def all_joined(self, entering=(), int64_t term=0) -> None:
         """All workers are back: forget :meth:`joined` before any message that arrives later.
 
-        ``entering``: senders that were lost or vacant, and live from ``term`` on.
+        ``entering``: workers that were lost or absent, and live from ``term`` on.
         """
         cdef int i
-        for i in entering:
+        for i in {rank // self.c.settings.processes for rank in entering}:
             self._check(i, term)
             atomic_store(&self.c.absent.dropped[i], 0)
             atomic_store(&self.c.absent.entered[i], term)
@@ -385,11 +385,13 @@ cdef class Lane:
         atomic_store(&self.c.absent.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
-    def drop(self, sender: int, term: int) -> None:
-        """The job goes on without ``sender``, which it has lost, from ``term`` on.
+    def drop(self, rank: int, term: int) -> None:
+        """The job goes on without worker ``rank``, which it has lost, from ``term`` on.
 
-        Raises :class:`ValueError` if this lane's job cannot do that.
+        It goes on without all workers for which its sender speaks. Idempotent. Raises
+        :class:`ValueError` if this lane's job cannot do that.
         """
+        cdef int sender = rank // self.c.settings.processes
         self._check(sender, term)
         atomic_store(&self.c.absent.dropped[sender], term)
         atomic_store(&self.c.absent.news, 1)

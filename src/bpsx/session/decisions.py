@@ -78,13 +78,14 @@ class Decisions:
         return sum(bool(term[TERM_FIELDS.index("entered")]) for term in self.terms)
 
     def report(
-        self, epoch: int, joined: bool, fresh: bool, broken: Iterable[int], leaves: bool
+        self, epoch: int, joined: bool, fresh: bool, broken: Iterable[int], leaves: bool, lost: bool
     ) -> dict[str, Any]:
         """What AGAIN says of this worker's state.
 
         ``joined``: whether it waits in join(). ``fresh``: whether it has joined the running job and
         may not have got the model. ``broken``: lanes whose connections have ended. ``leaves``:
-        whether it has stopped and waits for its GOODBYE.
+        whether it has stopped and waits for its GOODBYE. ``lost``: whether it has heard that the
+        job goes on without it.
         """
         return {
             "servers": self.servers,
@@ -98,6 +99,7 @@ class Decisions:
             "joined": joined,
             "fresh": fresh,
             "leaves": leaves,
+            "lost": lost,
             "key": self._key,
             "slots": sorted(self._slots.items()),
             "broken": sorted(broken),

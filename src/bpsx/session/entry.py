@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from bpsx.telemetry.reporter import Reporter
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 connections = logging.getLogger("bpsx.connections")
+#: Seconds in which the scheduler says why another process of this machine is gone.
+_WHY_SECONDS = 2.0
 _MOST_VISITS = 1 << 16  # see bpsx.transports.base.Endpoint.join
 log = logging.getLogger("bpsx.session.session")
 
@@ -232,9 +235,7 @@ def _connect(
     lanes = Lanes(
         endpoint, addresses, welcome["names"]["server"], patience(config, welcome["elastic"])
     )
-    near.meet(
-        welcome["job"], endpoint.wake_descriptor, lambda: _hear_of_a_loss(config, lanes, link)
-    )
+    _meet_neighbours(config, near, endpoint, lanes, link, welcome)
     if near.has_lanes:
         # Lanes take each worker of a place for another one.
         visit = secrets.randbelow(_MOST_VISITS - 1) + 1 if "meeting" in welcome else 0
@@ -247,6 +248,29 @@ def _connect(
             lambda i, address: None if lanes.lost(i) else endpoint.connect(i, address),
         )
     return lanes
+
+
+def _meet_neighbours(
+    config: Config,
+    near: Neighbourhood,
+    endpoint: Any,
+    lanes: Lanes,
+    link: Link,
+    welcome: dict[str, Any],
+) -> None:
+    """Meet the machine's other processes. One that is gone may have been told why before."""
+
+    def look() -> None:
+        _hear_of_a_loss(config, lanes, link)
+
+    meeting = welcome.get("meeting", 0)
+    try:
+        near.meet(welcome["job"], meeting, endpoint.wake_descriptor, look)
+    except errors.RendezvousError:
+        end = time.monotonic() + _WHY_SECONDS
+        while meeting and time.monotonic() < end:
+            _hear(config, link, link.news(0.1))
+        raise
 
 
 def _new_core(

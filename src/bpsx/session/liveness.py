@@ -40,6 +40,7 @@ class Liveness(Declarations):
     def __init__(self, order: dict[str, int]) -> None:
         super().__init__(order)
         self._failure = ""  # why the job has failed
+        self._goes_on = False  # ... for this process, while the others go on
         #: How often workers have joined the running job; the same on all when they go on.
         self.entries = 0
         self._boundaries = Boundaries(self._life)
@@ -97,7 +98,7 @@ class Liveness(Declarations):
         with self._lock:
             fields = {
                 "size": self.config.size,
-                "failure": self._failure or None,
+                "failure": None if self._goes_on else self._failure or None,
                 "cleared": self._decisions.cleared,
                 "state": self._decisions.report(
                     self._epoch,
@@ -105,6 +106,7 @@ class Liveness(Declarations):
                     self._boundaries.fresh,
                     self._lanes.broken,
                     self._boundaries.awaits_goodbye,
+                    self._goes_on,
                 ),
             }
             return fields, parts(self._decisions.known(self._declared))
@@ -143,6 +145,7 @@ class Liveness(Declarations):
         elif kind == "WARN":
             log.warning("%s", message["text"])
         elif kind == "LOST":
+            self._goes_on = bool(message.get("goes_on"))
             self._peer_lost(message["text"], message.get("status", Status.PEER_LOST))
         elif kind == "TERM":
             self._begin_term(message)
@@ -159,6 +162,8 @@ class Liveness(Declarations):
         elif kind in ("SOON", "MEET", "OFF"):
             assert self._link is not None
             self._boundaries.hear(message, self._link.send)
+        elif kind == "DEPART":  # another process of this machine has asked to leave
+            self._note_wish(message["why"])
         elif kind == "STAY":
             log.warning("worker %d cannot leave the job now: %s", self.number, message["text"])
         elif kind == "GOODBYE":
@@ -187,7 +192,7 @@ class Liveness(Declarations):
     def _begin_term(self, message: dict[str, Any]) -> None:
         """Go on without a server or a worker: hand what TERM says to the core.
 
-        A process that does not speak to servers has nothing to do. ``message``: TERM.
+        A process that does not speak to servers has no keys to move. ``message``: TERM.
         """
         moves, text, dropped = message["moves"], message["text"], message["dropped"]
         log.warning("%s", text)
@@ -228,7 +233,8 @@ class Liveness(Declarations):
         """Go on with workers that have joined, this one perhaps. ``message``: TERM."""
         entered = message["entered"]
         self._count_from_zero()
-        self._core.begin_term(message["term"], [], living=message["living"], enters=True)
+        if self._near.has_lanes:
+            self._core.begin_term(message["term"], [], living=message["living"], enters=True)
         self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=message["text"])
         self._company.enter(entered)
         self.entries += 1
@@ -244,6 +250,11 @@ class Liveness(Declarations):
                 f"term {term}", begun, why=why, partitions=partitions, bytes_pushed_again=again
             )
             self._link.send("MOVED", term=term, partitions=partitions, again=again)
+
+    def _note_wish(self, why: str) -> None:
+        """This worker wants to leave the running job. Signal handlers may call it."""
+        self._asked_ns = self._asked_ns or monotonic_ns()
+        self._why_leave, self._boundaries.asked = self._why_leave or why, True
 
     def _ask_to_leave(self) -> None:
         """Tell the scheduler if this worker wants to leave. Signal handlers may call it."""

@@ -78,14 +78,14 @@ class Session(Liveness):
         self._reason = ""  # why this worker left work undone, as its goodbye says
         self._speedometer = Speedometer()
         # A reference to the session would keep the session alive.
-        latest, company = self._latest, self._company
+        latest, company, near = self._latest, self._company, self._near
         self.compressing = Compressing(
             config,
             self._near,
             self._core,
             lambda name: latest[name].tensor if name in latest else None,
             remembered,
-            leads=(lambda: company.rank == 0) if self.shrinks else None,
+            leads=(lambda: near.speaks_for(company.number(0, ""))) if self.shrinks else None,
         )
         self.devices = Devices(config, self._near, self._core, self._gpu_failed)
         try:
@@ -374,8 +374,7 @@ class Session(Liveness):
         """
         if not self.may_leave or self.state in (*OVER, Life.DEPARTED):
             return False
-        self._asked_ns = self._asked_ns or monotonic_ns()
-        self._why_leave, self._boundaries.asked = why, True
+        self._note_wish(why)
         self._ask_to_leave()
         return True
 

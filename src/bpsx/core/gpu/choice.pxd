@@ -137,7 +137,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef uint32_t other = 0
     p.local.disagreement.status = 0
-    if not agree(m, p, &other):
+    if not agree(m, p, c.settings.shrinks, &other):
         refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
     elif (
         task.broadcast

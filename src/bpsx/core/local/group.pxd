@@ -183,7 +183,18 @@ cdef inline int post_results(
     return failed
 
 
-cdef inline bint agree(Group *m, Partition *p, uint32_t *who) noexcept nogil:
+cdef inline bint same_divisor(Task *task, uint32_t other, bint shrinks) noexcept nogil:
+    """Whether two processes divide alike.
+
+    If the job shrinks, one may have heard earlier than the other of a lost machine: then both must
+    want an average, and the root chooses the divisor.
+    """
+    if shrinks and not task.broadcast:
+        return (task.divisor > 1) == (other > 1)
+    return task.divisor == other
+
+
+cdef inline bint agree(Group *m, Partition *p, bint shrinks, uint32_t *who) noexcept nogil:
     """Whether all shares ask for the root's operation, in the same kind of memory (root).
 
     If not, `who` is the rank of a worker that disagrees.
@@ -195,7 +206,7 @@ cdef inline bint agree(Group *m, Partition *p, uint32_t *who) noexcept nogil:
         if (
             flags
             and (
-                p.local.shares[i].divisor != task.divisor
+                not same_divisor(task, p.local.shares[i].divisor, shrinks)
                 or ((flags & IS_BROADCAST) != 0) != task.broadcast
                 or ((flags & ON_GPU) != 0) != task.on_gpu
             )

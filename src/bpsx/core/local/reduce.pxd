@@ -319,7 +319,7 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
     cdef int status = 0
     p.local.disagreement.status = 0
     choose_place(m, p)
-    if not agree(m, p, &other):
+    if not agree(m, p, c.settings.shrinks, &other):
         status = E_MISMATCH
     elif p.tensor.current.broadcast:
         one = other = p.tensor.current.divisor
