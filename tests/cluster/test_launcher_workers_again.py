@@ -72,6 +72,22 @@ def test_a_worker_is_started_again_and_joins(tmp_path, transport, end, story):
     assert f"{story}, and the job went on without it" in job.stderr
 
 
+@pytest.mark.parametrize("killed", ["0", "1"])
+def test_the_processes_of_a_machine_are_started_again(tmp_path, killed):
+    """As one is killed, the other one ends, too; together they count as one restart."""
+    source = WORKER.replace("[3]", "[6]").replace(
+        '== "1" and first', f'== "1" and os.environ["BYTEPS_LOCAL_RANK"] == "{killed}" and first'
+    )
+    assert source.count("LOCAL_RANK") == 1 and "[6]" in source
+    options = ("--processes", "2", "--max-restarts", "1")
+    job = run(tmp_path, "os.kill(os.getpid(), 9)", *options, source=source)
+    assert job.returncode == 0, job.stderr
+    said = [line.split("] ")[-1] for line in job.stdout.splitlines()]
+    assert sorted(s for s in said if s.startswith("done")) == [f"done {i} 6 60.0" for i in range(6)]
+    assert job.stderr.count("started again in 0.5 s (1 of 1)") == 2, job.stderr
+    assert "its machine leaves the job with it" in job.stderr
+
+
 def test_a_worker_that_is_not_let_in_ends_with_the_job(tmp_path):
     script = """
         import os, time

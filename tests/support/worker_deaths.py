@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from typing import Any
 
 from support.jobs import Job
@@ -25,9 +26,10 @@ def die_in_step(answers=2):
 """
 
 
-def survivors_agree(job: Job, lost: int, workers: int) -> list[float]:
+def survivors_agree(job: Job, lost: int | Collection[int], workers: int) -> list[float]:
     """Check that all survivors moved all weights by the same in each step; return the moves."""
-    living = [of for of in range(workers) if of != lost]
+    dead = [lost] if isinstance(lost, int) else lost
+    living = [of for of in range(workers) if of not in dead]
     found = []
     for of in living:
         assert job.workers[of].wait() == 0, job.workers[of].text() + job.scheduler.text()

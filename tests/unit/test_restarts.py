@@ -68,3 +68,23 @@ def test_a_job_that_ends_starts_nothing():
     restarts.stop()
     assert restarts.due is None and not restarts.take(100.0)
     assert restarts.ended("server 0", 1.0) == ""
+
+
+def test_the_processes_of_a_machine_count_once():
+    """Unless each may die alone."""
+    for reduces, used in (("1", 1), ("0", 2)):
+        restarts = Restarts(2)
+        for machine in (0, 1):
+            for rank in (0, 1):
+                variables = {
+                    "DMLC_WORKER_ID": str(machine),
+                    "BYTEPS_LOCAL_SIZE": "2",
+                    "BYTEPS_LOCAL_RANK": str(rank),
+                    "BPSX_LOCAL_REDUCE": reduces,
+                }
+                name = f"worker {2 * machine + rank}"
+                restarts.started(Process(name, "worker", ("x",), variables), 0.0)
+        assert "(1 of 2)" in restarts.ended("worker 0", 1.0)
+        assert f"({used} of 2)" in restarts.ended("worker 1", 1.0)
+        then = restarts.ended("worker 2", 1.0)
+        assert ("is used up" in then) == (used == 2), then
