@@ -14,11 +14,11 @@ GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="a GPU is needed")]
 
 TRAINING = """
-    import torch, time, zlib
+    import os, torch, time, zlib
     import bpsx.torch as bps
 
     bps.init()
-    torch.cuda.set_device(bps.rank() % {gpus})
+    torch.cuda.set_device({gpu})
     torch.manual_seed(bps.rank())
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 500), torch.nn.ReLU(), torch.nn.Linear(500, 500), torch.nn.ReLU(),
@@ -32,7 +32,8 @@ TRAINING = """
     @bps.elastic.run
     def train(state):
         while state.step < 300:
-            while state.step == 290 and old and sizes[-1:] != [3]:  # until another has joined
+            # until others have joined
+            while state.step == 290 and old and sizes[-1:] != [{workers}]:
                 state.check_host_updates()
             draw = torch.Generator().manual_seed(1000 * state.step + bps.rank())
             x = torch.randn(16, 64, generator=draw).cuda()
@@ -59,7 +60,8 @@ COMPRESSION = 'compression_params={"compressor": "topk", "k": 0.05, "ef": "vanil
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_a_worker_is_lost_and_another_joins(transport, options):
     source, new = (
-        TRAINING.format(gpus=GPUS, options=options, newcomer=newcomer) for newcomer in (False, True)
+        TRAINING.format(gpu=f"bps.rank() % {GPUS}", workers=3, options=options, newcomer=newcomer)
+        for newcomer in (False, True)
     )
     env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "shrink", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
     with Job(source, workers=3, servers=2, env=env) as job:
@@ -72,4 +74,33 @@ def test_a_worker_is_lost_and_another_joins(transport, options):
         steps = [[r for r in job.workers[i].reports() if r[0] == "step"] for i in (0, 2, 3)]
         assert steps[0] == steps[1], "weights differ in some step"
         assert steps[2] == steps[0][-len(steps[2]) :]
+        assert [s[1] for s in steps[0]] == list(range(1, 301)), "a step is lost"
+
+
+@pytest.mark.skipif(GPUS < 2, reason="two GPUs are needed, for the two processes of a machine")
+@pytest.mark.parametrize("killed", [2, 3], ids=["other", "root"])
+@pytest.mark.parametrize("options", ["", COMPRESSION], ids=["plain", "topk"])
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_a_machine_of_two_gpus_is_lost_and_another_joins(transport, options, killed):
+    """NCCL sums on each machine. Machines share GPUs if there are fewer than six."""
+    gpu = f"(2 * int(os.environ['DMLC_WORKER_ID']) + bps.local_rank()) % {GPUS // 2 * 2}"
+    source, new = (
+        TRAINING.format(gpu=gpu, workers=6, options=options, newcomer=newcomer)
+        for newcomer in (False, True)
+    )
+    env = {**TRANSPORTS[transport], "BPSX_ELASTIC": "shrink", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+    with Job(source, workers=6, processes=2, servers=2, env=env) as job:
+        job.workers[0].wait_for_line('["step", 40')
+        job.workers[killed].signal(signal.SIGKILL)
+        assert job.workers[5 - killed].wait() != 0
+        for worker in (2, 3):
+            job.start_worker(worker, new)
+        for worker in (6, 7):
+            job.workers[worker].wait_for_line('["step"')
+        job.servers[0].signal(signal.SIGKILL)
+        living = (0, 1, 4, 5, 6, 7)
+        assert sorted(r[1:] for r in ends(job, *living)) == [[i, 6] for i in range(6)]
+        steps = [[r for r in job.workers[i].reports() if r[0] == "step"] for i in living]
+        assert all(of == steps[0] for of in steps[:4]), "weights differ in some step"
+        assert all(of == steps[0][-len(of) :] for of in steps[4:])
         assert [s[1] for s in steps[0]] == list(range(1, 301)), "a step is lost"
