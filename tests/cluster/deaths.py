@@ -194,14 +194,17 @@ class Striking(Job):
     def end_well(self, *struck: Process, terms: int | None = None) -> None:
         """Let the operation and the steps after it end, in which all sums must be right."""
         assert self.scheduler is not None
+        terms = len(struck) if terms is None else terms
         self.await_line("ended")
+        if terms:
+            self.scheduler.wait_for_line("workers have moved", count=terms)
         self.go_on()
         others = [server for server in self.servers if server not in struck]
         for process in (*self.workers, *others, self.scheduler):
             assert process.wait() == 0, self.everything()
         for worker in self.workers:
             assert worker.reports()[-1] == [], self.everything()
-        log, terms = self.scheduler.text(), len(struck) if terms is None else terms
+        log = self.scheduler.text()
         assert log.count("workers have moved") == terms, log
 
 

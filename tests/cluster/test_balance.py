@@ -16,7 +16,7 @@ from cluster.test_server_deaths_compressed import STEPS, Trained, environment
 from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
 from cluster.test_server_joins import check, kill, training
 from cluster.test_struck_servers import KINDS
-from support.jobs import TRANSPORTS, Job, Process
+from support.jobs import TRANSPORTS, Gates, Job, Process
 
 #: A training whose workers wait before step 10.
 _GATED = """
@@ -105,10 +105,11 @@ def test_two_servers_that_join_at_once_get_a_quarter_each(transport):
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_keys_move_again_and_again(transport, workers):
+def test_keys_move_again_and_again(tmp_path, transport, workers):
     """Servers join, and the oldest leave or die, while workers push."""
-    steps = 120
-    with training(steps, transport, workers, servers=2) as job:
+    steps, gates = 120, Gates(tmp_path)
+    gates.close(*range(15, 80, 20))
+    with training(steps, transport, workers, servers=2, **gates.env) as job:
         for turn in range(4):
             for worker in job.workers:
                 worker.wait_for_line(str(20 * turn))
@@ -118,19 +119,24 @@ def test_keys_move_again_and_again(transport, workers):
                 kill(job, turn)
             else:
                 job.servers[turn].signal(signal.SIGTERM)
+            gates.open(20 * turn + 15)
         check(job, steps)
 
 
 @pytest.mark.parametrize(
     ("transport", "compressor"), [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering")]
 )
-def test_compressed_keys_move(transport, compressor):
+def test_compressed_keys_move(tmp_path, transport, compressor):
     """With residuals of workers and servers, momentum and counters."""
-    with Job(COMPRESSED, workers=2, servers=3, env=environment(compressor, transport)) as job:
-        for turn, step in enumerate((STEPS // 4, STEPS // 2 + 1)):
+    gates, steps = Gates(tmp_path), (STEPS // 4, STEPS // 2 + 1)
+    gates.close(*(step + 2 for step in steps))
+    env = {**environment(compressor, transport), **gates.env}
+    with Job(COMPRESSED, workers=2, servers=3, env=env) as job:
+        for turn, step in enumerate(steps):
             job.workers[0].wait_for_line(str(step))
             job.start_server(turn + 3)
             joined(job, turn + 1)
+            gates.open(step + 2)
         trained = Trained(job)
     assert trained.hashes == undisturbed_compressed(compressor, 2)
 
@@ -197,15 +203,19 @@ def test_keys_move_in_other_jobs(kind, operation, during):
 @pytest.mark.parametrize(
     ("transport", "compressor"), [("tcp", "onebit"), ("shm", "topk"), ("zmq", "randomk")]
 )
-def test_compressed_keys_move_while_servers_die(transport, compressor):
+def test_compressed_keys_move_while_servers_die(tmp_path, transport, compressor):
     """First the server that yields keys dies, then the one that gets them."""
-    with Job(COMPRESSED, workers=2, servers=3, env=environment(compressor, transport)) as job:
-        for turn, (step, victim) in enumerate(((STEPS // 4, 0), (STEPS // 2 + 1, 4))):
+    gates, steps = Gates(tmp_path), (STEPS // 4, STEPS // 2 + 1)
+    gates.close(*(step + 2 for step in steps))
+    env = {**environment(compressor, transport), **gates.env}
+    with Job(COMPRESSED, workers=2, servers=3, env=env) as job:
+        for turn, (step, victim) in enumerate(zip(steps, (0, 4))):
             job.workers[0].wait_for_line(str(step))
             job.start_server(turn + 3)
             job.scheduler.wait_for_line("keys of the others move to server", count=turn + 1)
             job.servers[victim].signal(signal.SIGKILL)
             job.servers[victim].wait()
+            gates.open(step + 2)
         trained = Trained(job)
     assert "term 4" in trained.scheduler
     assert trained.hashes == undisturbed_compressed(compressor, 2)

@@ -12,7 +12,7 @@ from cluster.test_server_deaths_compressed import _TRAINING as _COMPRESSED
 from cluster.test_server_deaths_compressed import Trained, environment, undisturbed
 from cluster.test_server_joins import check, training
 from support import jobs
-from support.jobs import TRANSPORTS
+from support.jobs import TRANSPORTS, Gates
 
 
 class Job(jobs.Job):
@@ -385,9 +385,11 @@ def test_a_goodbye_waits_for_another_scheduler():
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 @pytest.mark.parametrize("balance", [0, 1])
-def test_a_server_that_came_late_outlives_the_scheduler(transport, balance):
+def test_a_server_that_came_late_outlives_the_scheduler(tmp_path, transport, balance):
     """It has got keys before, or none. Another one says HELLO while no scheduler is there."""
-    env = {"BPSX_ELASTIC_BALANCE": str(balance)}
+    gates = Gates(tmp_path)
+    gates.close(20)
+    env = {"BPSX_ELASTIC_BALANCE": str(balance), **gates.env}
     with training(60, transport, servers=2, **env) as job:
         job.workers[0].wait_for_line("2")
         job.start_server(2)
@@ -396,6 +398,7 @@ def test_a_server_that_came_late_outlives_the_scheduler(transport, balance):
         job.start_server(3)
         start_again(job)
         job.scheduler.wait_for_line("has joined", count=2 - balance)
+        gates.open(20)
         for server in job.servers[:3]:
             kill(server)
         check(job, 60)

@@ -22,6 +22,8 @@ _TRAINING = """
     bpsx.init()
     weights = [np.linspace(-1, 1, n, dtype=np.float32) for n in SIZES]
     for step in range(STEPS):
+        if bpsx.rank() == 0:
+            pass_gate(step)
         handles = []
         for i, w in enumerate(weights):
             gradient = w * np.float32(0.1 * (bpsx.rank() + 1)) + np.float32(step)

@@ -60,6 +60,8 @@ for name, (dtype, params) in cases.items():
     bpsx.declare(name, compression=params)
 weights = {name: np.linspace(-1, 1, n, dtype=np.float32) for name in cases}
 for step in range(steps):
+    if rank == 0:
+        pass_gate(step)
     rate, handles = 1 / (step + 1), {}
     for name, (dtype, params) in cases.items():
         noise = np.random.default_rng([len(name), step, rank]).standard_normal(n)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cluster.test_server_deaths import _TRAINING, SIZES, undisturbed
-from support.jobs import _PRELUDE, TRANSPORTS, Job, Process
+from support.jobs import _PRELUDE, TRANSPORTS, Gates, Job, Process
 
 
 def training(steps: int, transport: str, workers: int = 2, servers: int = 1, **env: str) -> Job:
@@ -38,6 +38,17 @@ def training(steps: int, transport: str, workers: int = 2, servers: int = 1, **e
 def kill(job: Job, server: int) -> None:
     job.servers[server].signal(signal.SIGKILL)
     job.servers[server].wait()
+
+
+def replace_servers(job: Job, gates: Gates, deaths: int, servers: int) -> None:
+    """Kill ``servers`` servers in turn, and start others; one death every five steps."""
+    for death in range(deaths):
+        for worker in job.workers:
+            worker.wait_for_line(str(5 * death))
+        kill(job, death)
+        job.start_server(death + servers)
+        job.scheduler.wait_for_line("has joined", count=death + 1)
+        gates.open(5 * death + 4)
 
 
 def check(job: Job, steps: int) -> None:
@@ -63,31 +74,25 @@ def test_a_new_server_feeds_a_job_that_has_lost_its_only_one(transport):
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_job_never_runs_out_of_servers(transport, workers):
+def test_a_job_never_runs_out_of_servers(tmp_path, transport, workers):
     """The only server is killed in the middle of a step, and replaced, ten times."""
     steps = 60
-    with training(steps, transport, workers) as job:
-        for death in range(10):
-            for worker in job.workers:
-                worker.wait_for_line(str(5 * death))
-            kill(job, death)
-            job.start_server(death + 1)
-            job.scheduler.wait_for_line("has joined", count=death + 1)
+    gates = Gates(tmp_path)
+    gates.close(*range(4, 50, 5))
+    with training(steps, transport, workers, **gates.env) as job:
+        replace_servers(job, gates, 10, 1)
         check(job, steps)
         assert "term 10" in job.scheduler.text()
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_two_servers_die_in_turn_and_come_back(transport):
+def test_two_servers_die_in_turn_and_come_back(tmp_path, transport):
     """Never both at once: each time all keys move to the other, which has come a moment before."""
     steps = 60
-    with training(steps, transport, servers=2) as job:
-        for death in range(10):
-            for worker in job.workers:
-                worker.wait_for_line(str(5 * death))
-            kill(job, death)
-            job.start_server(death + 2)
-            job.scheduler.wait_for_line("has joined", count=death + 1)
+    gates = Gates(tmp_path)
+    gates.close(*range(4, 50, 5))
+    with training(steps, transport, servers=2, **gates.env) as job:
+        replace_servers(job, gates, 10, 2)
         check(job, steps)
         assert "the last server" not in job.scheduler.text()
         assert "term 10" in job.scheduler.text()
@@ -109,12 +114,8 @@ def launched(
 ) -> Process:
     """A training of two workers that bpsx-run starts, with one or two servers."""
     script = tmp_path / "train.py"
-    source = _TRAINING.format(sizes=SIZES, steps=steps)
-    # The first worker waits in the middle between two deaths, if the test has made a gate there.
-    gate = "gate = GATES / str(step)\n    if bpsx.rank() == 0 and gate.exists(): gate.read_text()\n"
-    source = textwrap.dedent(source).replace("    handles = []\n", f"    {gate}    handles = []\n")
-    gates = f"from pathlib import Path\nGATES = Path({str(tmp_path)!r})\n"
-    script.write_text(_PRELUDE + gates + source)
+    source = textwrap.dedent(_TRAINING.format(sizes=SIZES, steps=steps))
+    script.write_text(_PRELUDE + source)
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_"))},
         **{k: v for k, v in os.environ.items() if k == "BPSX_CACHE_DIR"},
@@ -123,6 +124,7 @@ def launched(
         "BPSX_FIXED_ORDER": "1",
         "BYTEPS_LOG_LEVEL": "info",
         **variables,
+        **Gates(tmp_path).env,
     }
     command = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", *options]
     return Process("bpsx-run", [*command, sys.executable, str(script)], env)
@@ -141,15 +143,15 @@ def kill_newest(run: Process, count: int) -> None:
 def test_the_launcher_starts_servers_again(tmp_path, transport, servers):
     """Four servers are killed, the oldest first; with two, in turn."""
     steps = 60
-    for death in range(4):
-        os.mkfifo(tmp_path / str(10 * death + 7))
+    gates = Gates(tmp_path)
+    gates.close(*range(7, 40, 10))
     run = launched(tmp_path, steps, transport, "--servers", str(servers), "--max-restarts", "9")
     try:
         for death in range(4):
             run.wait_for_line(f"[worker 0] {10 * death}")
             kill_newest(run, death + 1)
             run.wait_for_line("has joined: all workers", count=death + 1)
-            (tmp_path / str(10 * death + 7)).write_text("")
+            gates.open(10 * death + 7)
         assert run.wait() == 0, run.text()
         want = undisturbed(2, steps)
         assert sum(want in line for line in run.lines) == 2, run.text()
@@ -186,16 +188,14 @@ def two_free_ports() -> int:
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_a_new_server_may_have_the_address_of_the_old_one(transport):
+def test_a_new_server_may_have_the_address_of_the_old_one(tmp_path, transport):
     """With two ports, of which the scheduler has one, it must."""
     steps, first = 40, two_free_ports()
-    with training(steps, transport, BPSX_PORTS=f"{first}-{first + 1}") as job:
-        for death in range(6):
-            for worker in job.workers:
-                worker.wait_for_line(str(5 * death))
-            kill(job, death)
-            job.start_server(death + 1)
-            job.scheduler.wait_for_line("has joined", count=death + 1)
+    ports = {"BPSX_PORTS": f"{first}-{first + 1}", "BYTEPS_SERVER_ENGINE_THREAD": "1"}
+    gates = Gates(tmp_path)
+    gates.close(*range(4, 30, 5))
+    with training(steps, transport, **gates.env, **ports) as job:
+        replace_servers(job, gates, 6, 1)
         check(job, steps)
 
 

@@ -43,6 +43,13 @@ def report(value):
     sys.stdout.flush()
 
 
+def pass_gate(step):
+    # One process waits here if the test has made a gate, until the test opens it.
+    gate = os.path.join(os.environ.get("GATES", ""), f"gate {step}")
+    if os.path.exists(gate):
+        open(gate).read()
+
+
 def hear():
     # A line, whatever it says, for a process that is struck meanwhile: Python does not look at a
     # signal that came just before a read blocks.
@@ -61,6 +68,25 @@ def hear():
         os.close(news)
         os.close(told)
 """
+
+
+class Gates:
+    """Steps at which a worker of a job waits that calls ``pass_gate(step)``, for the test.
+
+    ``env``: variables for the worker.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.env = folder, {"GATES": str(folder)}
+
+    def close(self, *steps: int) -> None:
+        """Let the worker wait at these steps."""
+        for step in steps:
+            os.mkfifo(self._folder / f"gate {step}")
+
+    def open(self, step: int) -> None:
+        """Let the worker go on; waits until it has come."""
+        (self._folder / f"gate {step}").write_text("")
 
 
 class Process:

@@ -78,6 +78,14 @@ def test_a_root_that_is_lost_has_no_marks_of_join_to_clear():
     assert {i for i, x in out if x["type"] == "ALL_JOINED"} == {b"w0", b"w1", b"w4", b"w5"}
 
 
+def test_roots_clear_their_marks_when_the_last_that_is_awaited_is_lost():
+    m = shrinking(3, **MACHINES)
+    for rank in (0, 1, 4, 5):
+        m.join(b"w%d" % rank)
+    clear = {ident for ident, x in m.gone(b"w2", "cut") if x["type"] == "CLEAR"}
+    assert clear == {b"s0", b"w1", b"w5"}
+
+
 def test_a_machine_enters_when_all_of_its_processes_wait():
     world = settled()
     world.kill(world.workers[0])

@@ -64,10 +64,14 @@ class Joins:
         return [(s, clear) for s in sorted(self._awaited)]
 
     def left(
-        self, live: Collection[int], servers: Iterable[bytes]
+        self, live: Collection[int], servers: Iterable[bytes], roots: Mapping[int, bytes]
     ) -> list[tuple[bytes, dict[str, Any]]]:
-        """A worker of an asynchronous job is gone; it may have been the last one awaited."""
-        return self._clear(live, servers) if live and self._all_here(live) else []
+        """A worker is gone, and not awaited any more; it may have been the last one.
+
+        Arguments as in :meth:`join`.
+        """
+        holders = [*servers, *roots.values()]
+        return self._clear(live, holders) if live and self._all_here(live) else []
 
     def cleared(self, holder: bytes, generation: int) -> int | None:
         """``holder`` has cleared its marks; returns the last rank to join once all holders have."""

@@ -511,7 +511,7 @@ class Membership(Growing):
             neighbours = [workers[r] for r in range(first, first + self.processes) if r in workers]
             if self.terms is None or node.rank not in self.terms.dropped:
                 out += [(n.ident, left_message(node)) for n in [*servers, *neighbours]]
-            out += self._joins.left(*self._present()) + self._notify_unjoined()
+            out += self._joins.left(*self._present(), self._roots) + self._notify_unjoined()
             out += self._release(self._joins.over())
         if not workers:
             if self.state is JobState.RUNNING and self._dead:
