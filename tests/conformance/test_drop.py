@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from conformance.test_lent_memory import pinned
 from conformance.test_transports import (
     other_endpoint,
+    rdma_endpoint,
     shared_endpoint,
     tcp_endpoint,
     zeromq_endpoint,
@@ -39,9 +41,11 @@ KINDS: dict[str, tuple[Make, str]] = {
     "tcp-ipv6": (tcp_endpoint, "::1"),
     "shared-zeromq": (shared_endpoint, "127.0.0.1"),
     "shared-tcp": (lambda: shared_endpoint(tcp_endpoint), "127.0.0.1"),
+    "rdma": (rdma_endpoint, "127.0.0.1"),
+    "shared-rdma": (lambda: shared_endpoint(rdma_endpoint), "127.0.0.1"),
 }
 #: Transports whose lane may be in another process.
-APART = ["zeromq", "tcp", "shared-zeromq", "shared-tcp"]
+APART = ["zeromq", "tcp", "shared-zeromq", "shared-tcp", "rdma", "shared-rdma"]
 if "CONFORMANCE_OF" in os.environ:
     KINDS, APART = {"other": (other_endpoint, "127.0.0.1")}, []
 #: A lane that answers its first message with a body of 100,000 bytes and then reads no more.
@@ -372,8 +376,10 @@ def test_a_drop_of_a_stopped_peer_returns_the_memory(apart: Job) -> None:
     assert job.worker.lost() == []
 
 
-def _held() -> tuple[int, int, int]:
-    """Return this process's descriptors, its mappings of segments, and its bytes of malloc."""
+def _held() -> tuple[int, int, int, int]:
+    """Return this process's descriptors, its mappings of segments, its bytes of malloc, and the
+    KiB that are registered with an adapter.
+    """
 
     class Info(C.Structure):
         _fields_ = [
@@ -386,7 +392,7 @@ def _held() -> tuple[int, int, int]:
     info = of()
     with open("/proc/self/maps") as maps:
         segments = sum("memfd:bpsx-lane" in line for line in maps)
-    return len(os.listdir("/proc/self/fd")), segments, info.uord + info.hblkhd
+    return len(os.listdir("/proc/self/fd")), segments, info.uord + info.hblkhd, pinned()
 
 
 def test_dropped_peers_leave_nothing_behind(job: Job) -> None:
@@ -418,4 +424,4 @@ def test_dropped_peers_leave_nothing_behind(job: Job) -> None:
         job.w.wait(100)
         after = _held()
     assert after[0] <= before[0] and after[1] == before[1]
-    assert after[2] - before[2] < 50 * 16384
+    assert after[2] - before[2] < 50 * 16384 and after[3] <= before[3]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes as C
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,13 @@ def rdma_planes(rdma):
     w, s = DataPlane(worker), DataPlane(lane)
     w.other, s.other = s, w
     return worker, lane, w, s
+
+
+def pinned() -> int:
+    """Return the KiB of this process's memory that are registered with an adapter."""
+    found = re.search(r"^VmPin:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 def test_over_rdma_lent_memory_is_not_copied(rdma):
@@ -70,3 +79,40 @@ def test_over_rdma_a_write_outside_lent_memory_fails(rdma):
         assert w.receive(0.1) is None
         lost = worker.lost()
     assert lost == [0]
+
+
+def test_over_rdma_a_dropped_lane_writes_nothing_any_more(rdma):
+    """Its answer was wanted in memory that the worker has used for something else since."""
+    _, lane, w, s = rdma_planes(rdma)
+    memory = C.create_string_buffer(1 << 20)
+    assert w.push(0, b"h" * 64, memory, w.lend(memory)) == 0
+    m = s.take()
+    assert m is not None and m.landing.at
+    w.drop(0)
+    memory.raw = b"n" * len(memory)
+    C.memset(m.body, 9, m.body_size)
+    s.answer(5, b"H" * 64, m)
+    while lane.lost() != [5]:
+        assert s.receive(0.1) is None
+    assert memory.raw == b"n" * len(memory) and w.receive(0.1) is None
+
+
+def test_over_rdma_a_dropped_workers_push_is_still_sent_to_others(rdma):
+    """From where it has arrived, without a copy; after that the memory is not pinned any more."""
+    worker, lane, w, s = rdma_planes(rdma)
+    other = rdma()
+    other.join(77, 6)
+    other.connect(0, lane.address)
+    o = DataPlane(other)
+    before = pinned()
+    assert w.send(0, b"h" * 64, b"b" * (1 << 20)) == 0 and o.send(0, b"hello") == 0
+    m = s.take()
+    assert s.receive() == (6, b"hello", None) and m is not None and m.peer == 5
+    s.drop(5)
+    assert s.answer(6, b"H" * 64, m) == 0  # releases the push when it is done
+    answer = o.take()
+    assert answer is not None and C.string_at(answer.body, answer.body_size) == b"b" * (1 << 20)
+    o.release(answer)
+    while pinned() > before - (8 << 10):
+        s.wait(10)
+    assert lane.copied == 0 and worker.lost() in ([], [0])

@@ -14,7 +14,7 @@ from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport Losses, Peers, add_loss, free_aligned, write
 from bpsx.transports.rdma.memory_region cimport Registered
 from bpsx.transports.rdma.allocator cimport Units, give_units
-from bpsx.transports.rdma.verbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_wc, reset
+from bpsx.transports.rdma.verbs cimport ibv_comp_channel, ibv_cq, ibv_mr, ibv_qp, ibv_wc, reset
 
 cdef extern from "<sys/socket.h>" nogil:
     int SHUT_RDWR
@@ -101,6 +101,7 @@ cdef struct Inbound:            # receiving
     uint32_t small_lkey
     uint32_t depth              # number of receive requests
     uint32_t consumed           # receive requests posted again, not yet reported to the peer
+    int64_t held                # messages in the inbox that have ever been returned by recv
     char *block                 # a message that arrives in pieces
     Prefix prefix               # prefix of its first piece
     uint64_t filled
@@ -109,7 +110,8 @@ cdef struct Inbound:            # receiving
 
 cdef struct ReturnedTokens:     # tokens to return: any thread may release messages
     Monitor monitor             # guards the others
-    bint mapped                 # the inbox is mapped
+    bint open                   # the peer may still get them
+    int64_t released            # of the messages that `Inbound.held` counts
     int64_t n
     uint64_t nbytes             # bytes of the messages whose tokens these are
     uint16_t returned[TOKENS]
@@ -140,6 +142,8 @@ cdef struct Connection:
     int fd                      # TCP connection, which reports the peer's death
     ibv_qp *qp
     ibv_cq *cq
+    ibv_mr *mr                  # the inbox and the memory of the receive requests
+    uint64_t mapped             # bytes of both
     Completions completions
     Inbound inbound
     ReturnedTokens tokens
@@ -147,7 +151,7 @@ cdef struct Connection:
 
 # More than 20 fields: the two that wake the driver, its connections, and the memory it sends from.
 cdef struct EndpointState:
-    Monitor monitor             # guards `new`
+    Monitor monitor             # guards `new`, and what other threads read of `all`
     Losses losses
     int epoll
     int wake_fd
@@ -162,6 +166,8 @@ cdef struct EndpointState:
     Connection *new
     Connection *all
     Connection *next_to_read
+    Connection *ended           # dropped; somebody may still hold messages in their inboxes
+    int64_t n_released          # messages of those that have been released since the last look
     Peers peers
     # Registered memory from which messages are sent that are not in registered memory already:
     char *outbox
@@ -215,16 +221,39 @@ cdef inline bint take_back(Connection *c, uint32_t token) noexcept nogil:
     return True
 
 
-cdef inline void return_token(Connection *c, uint32_t token, uint64_t nbytes) noexcept nogil:
-    """Return a message's token to its writer. Any thread may call it."""
-    lock(&c.tokens.monitor)
-    if c.tokens.mapped and c.tokens.n < TOKENS:
+cdef inline void put_token(Connection *c, uint32_t token, uint64_t nbytes) noexcept nogil:
+    """Store a token that goes back with the next message. The caller has the monitor."""
+    if c.tokens.open and c.tokens.n < TOKENS:
         c.tokens.returned[c.tokens.n] = <uint16_t>token
         c.tokens.nbytes += nbytes
         atomic_store(&c.tokens.n, c.tokens.n + 1)
+
+
+cdef inline void return_token(Connection *c, uint32_t token, uint64_t nbytes) noexcept nogil:
+    """Return a token to its writer. Any thread may call it."""
+    lock(&c.tokens.monitor)
+    put_token(c, token, nbytes)
     unlock(&c.tokens.monitor)
     if atomic_load(&c.state.parked):
         wake_up(c.state)
+
+
+cdef inline void release_message(Message *m) noexcept nogil:
+    """Return a received message's memory. Any thread may call it."""
+    cdef Connection *c = <Connection *>m.opaque[2]
+    cdef EndpointState *s
+    if m.opaque[1]:
+        free_aligned(<void *>m.opaque[1])
+        return
+    s = c.state
+    lock(&c.tokens.monitor)
+    put_token(c, <uint32_t>m.opaque[0], m.head_size + m.body_size)
+    c.tokens.released += 1
+    if not c.tokens.open:
+        atomic_store(&s.n_released, 1)
+    unlock(&c.tokens.monitor)   # the last access: with its last message an ended one is freed
+    if atomic_load(&s.parked):
+        wake_up(s)
 
 
 cdef inline void take_unit_back(Connection *c, uint32_t unit) noexcept nogil:

@@ -19,20 +19,19 @@ cimport cython
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from posix.unistd cimport close as close_descriptor
 from posix.unistd cimport getpid
 
-from bpsx.system.sync cimport atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.system.sync cimport atomic_store, lock, monitor_init, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
-from bpsx.transports.rdma.receive cimport expect_one, take_all, take_waiting
+from bpsx.transports.rdma.ended cimport end, free_all, free_connection, free_inbox
+from bpsx.transports.rdma.receive cimport expect_one, take_all
 from bpsx.transports.sockets.epoll cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
 from bpsx.transports.rdma.progress cimport from_one, is_busy, look, see_to, take_new
 from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
 from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
-from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, signal_loss
+from bpsx.transports.sockets.peers cimport add_loss, forget_loss, forget_peers, signal_loss
 from bpsx.transports.rdma.connection cimport (
-    SMALL, TOKENS, Connection, Outgoing, EndpointState, let_go, lose, return_token, tell_done,
-    wake_up,
+    SMALL, TOKENS, Connection, Outgoing, EndpointState, lose, release_message, tell_done, wake_up,
 )
 from bpsx.transports.rdma.memory_region cimport Range, find_range, forget_registered, register_lent
 from bpsx.transports.rdma.allocator cimport units_free, units_init
@@ -144,10 +143,7 @@ cdef int rdma_receive(void *self, Message *m) noexcept nogil:
 
 
 cdef void rdma_release(void *self, Message *m) noexcept nogil:
-    if m.opaque[1]:
-        free_aligned(<void *>m.opaque[1])
-    else:
-        return_token(<Connection *>m.opaque[2], <uint32_t>m.opaque[0], m.head_size + m.body_size)
+    release_message(m)
 
 
 cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
@@ -184,36 +180,37 @@ cdef void rdma_wake(void *self) noexcept nogil:
     wake_up(<EndpointState *>self)
 
 
+cdef void rdma_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    if c != NULL:
+        end(s, c)
+    forget_loss(&s.losses, peer)
+
+
 # ---- Control plane
 
 @cython.no_gc_clear
 cdef class _Link:
-    """A connection and the adapter's resources that it holds."""
+    """A connection in the making, and the adapter's resources that it holds."""
     cdef Pair pair
     cdef Memory inbox           # followed by the memory of the receive requests
     cdef Connection *c
 
-    cdef close(self):
-        """Release the adapter's resources.
-
-        The connection's state remains, because messages may be released later.
-        """
-        if self.pair is not None:
-            self.pair.close()
-        if self.inbox is not None:
-            self.inbox.close()
+    cdef Connection *give(self) noexcept:
+        """Return the connection, to which all belongs from now on."""
+        cdef Connection *c = self.c
+        c.qp, c.cq, c.mr, c.mapped = self.pair.qp, self.pair.cq, self.inbox.mr, self.inbox.n
+        self.pair.qp, self.pair.cq, self.inbox.mr, self.inbox.at, self.c = (
+            NULL, NULL, NULL, NULL, NULL
+        )
+        return c
 
     def __dealloc__(self):
-        cdef Message unread
         if self.c != NULL:
-            while take_waiting(self.c, &unread):
-                rdma_release(self.c.state, &unread)
-            if self.c.fd >= 0:
-                close_descriptor(self.c.fd)
-            free(self.c.outbound.lent)
-            units_free(&self.c.outbound.inbox_units)
-            monitor_destroy(&self.c.tokens.monitor)
-            free(self.c)
+            free_connection(self.c)
 
 
 @cython.no_gc_clear
@@ -238,7 +235,6 @@ cdef class RdmaEndpoint(ListeningEndpoint):
     cdef uint64_t inbox
     cdef Adapter adapter
     cdef Memory outbox
-    cdef list links
 
     def __cinit__(
         self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
@@ -255,7 +251,7 @@ cdef class RdmaEndpoint(ListeningEndpoint):
 
         Raises :class:`~bpsx.errors.TransportError`, also if the machine has no adapter.
         """
-        self.pid, self.secret, self.links = getpid(), secret, []
+        self.pid, self.secret = getpid(), secret
         self.interval, self.timeout, self.device, self.gid_index = (
             heartbeat_interval, heartbeat_timeout, device, gid_index
         )
@@ -269,9 +265,8 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
         self.table.wait, self.table.wake, self.table.lend = rdma_wait, rdma_wake, rdma_lend
-        # No `drop`: a reply is written into the memory of its push, which then cannot be pushed to
-        # another server. And a received message occupies units of the inbox, so none may be kept.
-        self.table.drop, self.table.keeps = NULL, False
+        # Once half of an inbox is in use, its reader copies what it keeps (Prefix.tight).
+        self.table.drop, self.table.keeps = rdma_drop, True
 
     cdef _use_adapter(self, str host):
         """Open the adapter for this machine's address ``host``, unless one is open."""
@@ -309,16 +304,19 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         return ListeningEndpoint.bind(self, host, ports)
 
     def connect(self, peer: int, address: str, undriven=ALONE) -> None:
-        """Connect to the lane at ``host:port``, which becomes peer ``peer``."""
-        with undriven:
-            self._connect(peer, address)
+        """Connect to the lane at ``host:port``, which becomes peer ``peer``.
 
-    def _connect(self, peer: int, address: str) -> None:
+        The data plane takes the connection over by a lock, so it may be driven all the time, except
+        while the first connection opens the adapter.
+        """
         cdef _Link link
         made = None
         host, _, port = address.rpartition(":")
         try:
-            self._use_adapter(own_address_towards(host, int(port)))
+            own = own_address_towards(host, int(port))
+            if self.adapter is None:
+                with undriven:
+                    self._use_adapter(own)
             link = self._new_link(peer)
             # Send the offer right behind the greeting, so that the lane need not wait for it.
             offer = self._offer(link)
@@ -368,8 +366,8 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         c.outbound.lent = <uint8_t *>calloc(self.state.outbox_units.n, 1)
         if c.outbound.lent == NULL:
             raise MemoryError("no memory for a connection")
-        c.state, c.peer, c.fd, c.qp, c.cq, c.tokens.mapped = (
-            &self.state, peer, -1, link.pair.qp, link.pair.cq, True
+        c.state, c.peer, c.qp, c.cq, c.tokens.open = (
+            &self.state, peer, link.pair.qp, link.pair.cq, True
         )
         c.inbound.inbox, c.inbound.inbox_bytes, c.inbound.small = (
             link.inbox.at, self.inbox, link.inbox.at + self.inbox
@@ -415,10 +413,10 @@ cdef class RdmaEndpoint(ListeningEndpoint):
 
     cdef _use(self, _Link link, object made):
         """Hand a connection to the data plane. Any thread may call it."""
-        cdef Connection *c = link.c
+        cdef Connection *c
         listener.prepare(made, self.interval, self.timeout)
+        c = link.give()
         c.fd = made.detach()
-        self.links.append(link)
         lock(&self.state.monitor)
         c.next, self.state.new = self.state.new, c
         atomic_store(&self.state.n_new, 1)
@@ -427,17 +425,13 @@ cdef class RdmaEndpoint(ListeningEndpoint):
 
     def lost(self) -> list:
         """Return the peers whose connection broke since the last call. Any thread may call it."""
-        cdef Connection *c
         found = ListeningEndpoint.lost(self)
-        for peer in found:
-            c = self.state.all
-            while c != NULL:
-                if <long>c.peer == peer and c.why:
-                    log.warning(
-                        "the RDMA connection with peer %d broke: %s", peer,
-                        ibv_wc_status_str(c.why).decode()
-                    )
-                c = c.next
+        for peer, why in self._reasons():
+            if peer in found:
+                log.warning(
+                    "the RDMA connection with peer %d broke: %s", peer,
+                    ibv_wc_status_str(why).decode()
+                )
         if self.state.memory.why:
             log.warning(
                 "%s: cannot register %d KiB of memory that keeps its address, so messages from "
@@ -445,6 +439,19 @@ cdef class RdmaEndpoint(ListeningEndpoint):
                 explain_refusal(self.state.memory.why)
             )
             self.state.memory.why = 0
+        return found
+
+    cdef list _reasons(self):
+        """Peers whose connection the adapter has ended, with the status."""
+        cdef Connection *c
+        found = []
+        lock(&self.state.monitor)       # the driving thread frees connections
+        c = self.state.all
+        while c != NULL:
+            if c.why:
+                found.append((c.peer, c.why))
+            c = c.next
+        unlock(&self.state.monitor)
         return found
 
     @property
@@ -460,7 +467,7 @@ cdef class RdmaEndpoint(ListeningEndpoint):
 
         Posted messages first get a moment (`_LAST_SECONDS`) to arrive.
         """
-        cdef _Link link
+        cdef Connection *c
         if self.closed:
             return
         self.closed = True
@@ -469,18 +476,16 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         if self.pid != getpid():        # a forked child has only the descriptors
             return
         take_new(&self.state)
-        end = time.monotonic() + _LAST_SECONDS
-        while not self._all_arrived() and time.monotonic() < end:
+        until = time.monotonic() + _LAST_SECONDS
+        while not self._all_arrived() and time.monotonic() < until:
             rdma_wait(&self.state, 1)
-        for link in self.links:
-            if not link.c.dead:
-                let_go(link.c)
-            lock(&link.c.tokens.monitor)
-            link.c.tokens.mapped = False       # tokens of messages released later are not returned
-            unlock(&link.c.tokens.monitor)
-            close_descriptor(link.c.fd)
-            link.c.fd = -1
-            link.close()
+        while self.state.all != NULL:
+            end(&self.state, self.state.all)
+        # Their memory stays, because messages may be released later.
+        c = self.state.ended
+        while c != NULL:
+            free_inbox(c)
+            c = c.next
         forget_registered(&self.state.memory, True)
         if self.outbox is not None:
             self.outbox.close()
@@ -489,20 +494,25 @@ cdef class RdmaEndpoint(ListeningEndpoint):
         forget_peers(&self.state.peers)
 
     cdef bint _all_arrived(self):
-        cdef _Link link
-        for link in self.links:
+        cdef Connection *c = self.state.all
+        while c != NULL:
             if (
-                not link.c.dead
-                and not link.c.ends
-                and link.c.outbound.first == NULL
-                and link.c.outbound.send_room < self.sends
+                not c.dead
+                and not c.ends
+                and c.outbound.first == NULL
+                and c.outbound.send_room < self.sends
             ):
                 return False
+            c = c.next
         return True
 
     def __dealloc__(self):
+        cdef bint ours = self.pid == getpid()
+        free_all(&self.state, self.state.new, ours)
+        free_all(&self.state, self.state.all, ours)
+        free_all(&self.state, self.state.ended, ours)
         units_free(&self.state.outbox_units)
-        forget_registered(&self.state.memory, self.pid == getpid())
+        forget_registered(&self.state.memory, ours)
 
 
 def _hear(made, double seconds) -> bytes:

@@ -59,6 +59,14 @@ cdef inline bint add_range(
     return True
 
 
+cdef inline void remove_range(Registered *r, uint64_t begin) noexcept nogil:
+    """Forget the range that begins at `begin`, if there is one."""
+    cdef uint32_t at = first_behind(r, begin)
+    if at < r.n and r.all[at].begin == begin:
+        r.n -= 1
+        memmove(&r.all[at], &r.all[at + 1], (r.n - at) * sizeof(Range))
+
+
 cdef inline bint register_lent(Registered *r, char *at, uint64_t n) noexcept nogil:
     """Register the memory unless it is registered. False: refused, and should be logged."""
     cdef uint32_t known = first_behind(r, <uint64_t>at)

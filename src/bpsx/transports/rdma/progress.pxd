@@ -10,6 +10,7 @@ from bpsx.transports.sockets.epoll cimport (
 )
 from bpsx.transports.sockets.peers cimport read, room_for_peer
 from bpsx.transports.rdma.connection cimport POLLED, Connection, EndpointState, let_go, lose
+from bpsx.transports.rdma.ended cimport end, free_ended
 from bpsx.transports.rdma.memory_region cimport add_range
 from bpsx.transports.rdma.verbs cimport (
     ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq,
@@ -21,6 +22,8 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
     """Add the connections that other threads made since the last call."""
     cdef Connection *c
     cdef Connection *following
+    if atomic_load(&s.n_released):
+        free_ended(s)
     if atomic_load(&s.n_new) == 0:
         return
     lock(&s.monitor)
@@ -33,9 +36,11 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
         add_range(
             &s.memory, <uint64_t>c.inbound.inbox, c.inbound.inbox_bytes, c.inbound.small_lkey, NULL
         )
+        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] != NULL:
+            # Another worker of this rank, or the same once more: each has shown a new number.
+            end(s, <Connection *>s.peers.at[c.peer])
         if (
-            room_for_peer(&s.peers, c.peer)
-            and s.peers.at[c.peer] == NULL
+            c.peer < s.peers.capacity
             and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
         ):
             s.peers.at[c.peer] = c

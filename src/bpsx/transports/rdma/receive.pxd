@@ -155,6 +155,7 @@ cdef inline int take_written(Connection *c, Message *m, Prefix *p, char *at) noe
     if p.kind != WHOLE or p.token >= TOKENS:
         return -1
     if not p.tight:
+        c.inbound.held += 1
         fill(c, m, p, at, at + (before_body(p.head_size) - sizeof(Prefix)), NULL)
         return 1
     rc = take_copy(c, m, p, at, at + (before_body(p.head_size) - sizeof(Prefix)))
