@@ -148,10 +148,6 @@ def test_compression_goes_on_with_more_workers(codec):
             {"BPSX_MAX_WORKERS": "4", "BPSX_ELASTIC": "shrink", "BYTEPS_ENABLE_ASYNC": "1"},
             "training is asynchronous",
         ),
-        (
-            {"BPSX_MAX_WORKERS": "4", "BPSX_ELASTIC": "shrink", "DMLC_ENABLE_RDMA": "rdma"},
-            "the transport is RDMA",
-        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(env, text):

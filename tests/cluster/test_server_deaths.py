@@ -36,9 +36,9 @@ _TRAINING = """
 """
 
 
-def undisturbed(workers: int, steps: int) -> str:
+def undisturbed(workers: int, steps: int, sizes: list[int] = SIZES) -> str:
     """The hash that the training ends with, computed without any exchange, by rank."""
-    weights = [np.linspace(-1, 1, n, dtype=np.float32) for n in SIZES]
+    weights = [np.linspace(-1, 1, n, dtype=np.float32) for n in sizes]
     for step in range(steps):
         for w in weights:
             total = np.zeros_like(w)

@@ -57,8 +57,16 @@ SHRINK = {"BPSX_ELASTIC": "shrink"}
 class Shrinking(Job):
     """A job that runs :data:`TRAINING`."""
 
-    def __init__(self, workers: int, steps: int = 12, env: dict[str, str] | None = None, **more):
-        source = TRAINING.format(sizes=SIZES, steps=steps, workers=workers)
+    def __init__(
+        self,
+        workers: int,
+        steps: int = 12,
+        env: dict[str, str] | None = None,
+        sizes: list[int] = SIZES,
+        **more,
+    ):
+        self.sizes = sizes
+        source = TRAINING.format(sizes=sizes, steps=steps, workers=workers)
         super().__init__(source, workers=workers, env={**SHRINK, **(env or {})}, **more)
 
     def await_step(self, worker: int, step: int) -> None:
@@ -89,7 +97,7 @@ class Shrinking(Job):
         # In the order of deaths: with all, without the first, and so on; never back again.
         gone = [sum(losses[:n], []) for n in range(len(losses) + 1)]
         allowed = [[of for of in numbers if of not in some] for some in gone]
-        for i in range(len(SIZES)):
+        for i in range(len(self.sizes)):
             counted = [[one for one in step[i][0] if one in allowed] for step in first]
             assert all(counted), counted
             ages = [allowed.index(one[0]) for one in counted]

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.t
 _SUITES = [
     "tests/conformance/test_transports.py",
     "tests/conformance/test_lent_memory.py",
+    "tests/conformance/test_drop.py",
     "tests/cluster/test_rdma.py",
+    "tests/cluster/test_rdma_deaths.py",
     "tests/gpus/test_rdma_on_gpus.py",
 ]
 
@@ -30,7 +32,12 @@ from bpsx.compression.spec import compression, make
 from bpsx.dtypes import BY_CODE
 for code in BY_CODE:
     kernels.load(code)
-make(compression({"compressor": "onebit", "ef": "vanilla"}), "float32", 4096, 0, None)
+for given in (
+    {"compressor": "onebit", "ef": "vanilla"},
+    {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov"},
+    {"compressor": "topk", "k": 0.9, "ef": "vanilla"},
+):
+    make(compression(given), "float32", 4096, 0, None)
 """
 
 

@@ -262,7 +262,7 @@ def test_all_leave_while_others_wait_for_their_places() -> None:
     ("changes", "why"),
     [
         ({"BPSX_ELASTIC": "servers"}, "BPSX_ELASTIC is neither shrink nor replace"),
-        ({"DMLC_ENABLE_RDMA": "rdma"}, "RDMA writes answers"),
+        ({"BYTEPS_ENABLE_ASYNC": 1}, "the job is asynchronous"),
     ],
 )
 def test_a_job_that_cannot_lose_workers_keeps_them(changes: dict[str, Any], why: str) -> None:

@@ -65,7 +65,7 @@ def test_a_worker_that_fails_is_lost():
     ("changes", "why"),
     [
         ({"BPSX_ELASTIC": "servers"}, ""),
-        ({"DMLC_ENABLE_RDMA": "rdma"}, "RDMA writes answers over the pushes"),
+        ({"BPSX_ELASTIC": "shrink", "BYTEPS_ENABLE_ASYNC": 1}, ""),
     ],
 )
 def test_what_ends_the_job_is_named(changes, why):

@@ -202,16 +202,12 @@ def test_a_server_may_also_leave(failure, text):
     assert text in dict(out)[b"w0"]["text"] and m.state == "running" and m.blamed is None
 
 
-RDMA = {"DMLC_ENABLE_RDMA": "rdma"}
-
-
 @pytest.mark.parametrize(
     ("job", "why"),
     [
         (lambda: elastic(2, 1), "it was the last server"),
         (lambda: running(2, 2), "BPSX_ELASTIC=off"),
         (lambda: elastic(2, 2, BYTEPS_ENABLE_ASYNC=1), "asynchronous"),
-        (lambda: elastic(2, 2, **RDMA), "RDMA"),
     ],
 )
 def test_a_job_that_cannot_go_on_says_why(job, why):

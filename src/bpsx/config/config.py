@@ -120,17 +120,12 @@ class Config:
             self.elastic != "off"
             and (self.servers > 1 or self.servers == 1 and self.elastic_wait > 0)
             and not self.asynchronous
-            and TRANSPORT_NAMES[self.transport] != "rdma"
         )
 
     @property
     def may_lose_workers(self) -> bool:
         """Whether the job may go on after the death of a worker; as :attr:`may_lose_servers`."""
-        return bool(
-            self.elastic in ("shrink", "replace")
-            and not self.asynchronous
-            and TRANSPORT_NAMES[self.transport] != "rdma"
-        )
+        return self.elastic in ("shrink", "replace") and not self.asynchronous
 
     @property
     def asks_for_number(self) -> bool:
@@ -294,8 +289,6 @@ class Config:
             why = f"it needs BPSX_ELASTIC=shrink or replace, which is {self.elastic}"
         elif self.asynchronous:
             why = "training is asynchronous (BYTEPS_ENABLE_ASYNC)"
-        elif TRANSPORT_NAMES[self.transport] == "rdma":
-            why = "the transport is RDMA"
         else:
             return
         yield f"BPSX_MAX_WORKERS={self.max_workers}: workers cannot join the running job: {why}"

@@ -59,7 +59,7 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. When"
         " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
         " A worker's death still ends the job. So does that of any server in asynchronous training,"
-        " over RDMA, or once a worker has left. shrink: as servers, and the other workers go on"
+        " or once a worker has left. shrink: as servers, and the other workers go on"
         " when one dies. replace: as shrink, but they wait for BPSX_ELASTIC_WAIT at the next"
         " commit() until another joins. off: every death ends the job; workers keep no results."
         " auto: servers on more than one machine, else off: on one machine what is kept would cost"

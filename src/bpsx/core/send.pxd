@@ -244,7 +244,10 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
 
 
 cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil:
-    """Tell the transport where the reply's body is wanted, if that is the core's own memory.
+    """Lend the transport what is pushed, if that is the core's own memory; false: it is not.
+
+    The reply's body is wanted there, too. But in a job that survives deaths the push may have to be
+    sent again, so the reply goes into memory of the transport (docs/internals/rdma.md).
 
     Such memory stays, so the transport may prepare it. A user's tensor on the host may be freed and
     allocated again at the same address from step to step, without notice to bpsx.
@@ -254,6 +257,12 @@ cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil
     if c.endpoint.lend == NULL or p.is_codec_state or p.target == NULL:
         return False
     if not packed and task.output != NULL and p.target == task.output + p.offset:
+        return False
+    if c.settings.elastic:
+        if packed or p.source == p.target:
+            c.endpoint.lend(
+                c.endpoint.self, p.lane, push_body(p), most_bytes(p.packed) if packed else p.length
+            )
         return False
     landing.at = <uint64_t>(wire_of(p) if packed else p.target)
     landing.room = most_bytes(p.packed) if packed else p.length

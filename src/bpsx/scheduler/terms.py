@@ -62,8 +62,6 @@ def fixed_workers(given: Collection[Mapping[str, Any]]) -> str:
         return f"{ELASTIC} is neither {SHRINK} nor {REPLACE}"
     if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
         return "the job is asynchronous"
-    if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
-        return "RDMA writes answers over the pushes, which then cannot be sent again"
     return ""
 
 
@@ -76,8 +74,6 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
         return why
     if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
         return "servers of an asynchronous job hold the only copy of its values"
-    if any(o.get("DMLC_ENABLE_RDMA") == "rdma" for o in given):
-        return "RDMA writes answers over the pushes, which then cannot be sent again"
     if any(o.get("DMLC_NUM_SERVER") == 1 and not o.get("BPSX_ELASTIC_WAIT") for o in given):
         return f"{LAST}, and BPSX_ELASTIC_WAIT=0"
     return ""
