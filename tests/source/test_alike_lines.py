@@ -14,7 +14,6 @@ ALLOWED = {
     "signatures of a codec's methods": r"kernels/(codec|cuda/\w+)\.py",
     "functions that Numba compiles from their source": r"kernels/cpu/\w+\.py",
     "codes of stages for C and for the pure planner": r"(planning/stages\.py|core/partition\.pxd)",
-    "a list of each transport's struct": r"transports/(tcp/connection|rdma/progress)\.pxd",
     "the end of a listener's thread": r"transports/(sockets/listener|zeromq/auth)\.py",
     "public names": r"(\w+/)*__init__\.py",
     "a public signature, and the call that passes it on": r"tensorflow/horovod/training\.py",
