@@ -60,6 +60,21 @@ def test_servers_die_one_after_the_other_and_a_new_one_joins(processes: int) -> 
 
 
 @with_rdma
+def test_a_server_leaves_in_good_order() -> None:
+    """It yields its keys between two steps."""
+    steps = 30
+    env = {**CUT, "BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers"}
+    with Job(SLOWLY.format(sizes=SIZES, steps=steps), workers=2, servers=2, env=env) as job:
+        job.workers[0].wait_for_line("3")
+        job.servers[1].signal(signal.SIGTERM)
+        assert job.servers[1].wait() == 0, job.servers[1].text()
+        assert "other servers take the keys over" in job.servers[1].text()
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports()[-1] == undisturbed(2, steps, SIZES)
+
+
+@with_rdma
 def test_survivors_go_on_when_a_worker_is_killed_and_then_a_server() -> None:
     with Shrinking(3, steps=30, env=CUT, sizes=SIZES, servers=2) as job:
         assert job.scheduler is not None
@@ -88,7 +103,7 @@ def test_a_lost_worker_is_replaced() -> None:
 def test_compressed_gradients_survive_a_server_and_a_worker(monkeypatch) -> None:
     """Those of a compressor are too large for a batch, so they are sent from where they are."""
     monkeypatch.setitem(CASES, "large", {"compressor": "topk", "k": 0.9, "ef": "vanilla"})
-    with Compressed(["onebit vanilla", "large"], 3, servers=2, env=RDMA) as job:
+    with Compressed(["large"], 3, servers=2, env=RDMA) as job:
         job.await_step(0, 3)
         job.strike_server(0)
         job.await_step(2, 8)

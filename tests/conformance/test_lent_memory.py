@@ -116,3 +116,37 @@ def test_over_rdma_a_dropped_workers_push_is_still_sent_to_others(rdma):
     while pinned() > before - (8 << 10):
         s.wait(10)
     assert lane.copied == 0 and worker.lost() in ([], [0])
+
+
+def test_over_rdma_a_dropped_worker_is_not_heard_and_another_takes_its_place(rdma):
+    worker, lane, w, s = rdma_planes(rdma)
+    assert w.send(0, b"hello", b"b" * 10_000) == 0
+    assert s.receive() == (5, b"hello", b"b" * 10_000)
+    assert w.send(0, b"on its way", b"b" * 10_000) == 0
+    s.drop(5)
+    w.send(0, b"too late", b"b" * 10_000)
+    assert s.receive(0.2) is None and lane.lost() == []
+    while worker.lost() != [0]:
+        w.receive(0.1)
+    again = rdma()
+    again.join(77, 5)
+    again.connect(0, lane.address)  # the number that the lane has accepted before
+    assert DataPlane(again).receive(0.2) is None and lane.refused == 1
+    other = rdma()
+    other.join(77, 5, visit=1)
+    other.connect(0, lane.address)
+    o = DataPlane(other)
+    assert o.send(0, b"new", b"n" * 10_000) == 0
+    assert s.receive() == (5, b"new", b"n" * 10_000)
+    assert s.send(5, b"answer", b"a" * 10_000) == 0
+    assert o.receive() == (0, b"answer", b"a" * 10_000)
+    third = rdma()  # comes before the lane knows that the second has gone
+    third.join(77, 5, visit=2)
+    third.connect(0, lane.address)
+    t = DataPlane(third)
+    assert t.send(0, b"third", b"3" * 10_000) == 0
+    assert s.receive() == (5, b"third", b"3" * 10_000)
+    o.send(0, b"second", b"2" * 10_000)
+    assert s.receive(0.2) is None
+    assert s.send(5, b"answer", b"a" * 10_000) == 0
+    assert t.receive() == (0, b"answer", b"a" * 10_000)

@@ -39,3 +39,10 @@ assert not cuda.alive("pinned") and not cuda.alive("registered")
 def test_over_rdma_pinned_memory_is_not_copied(shape: tuple[int, int, int], pretend: Path) -> None:
     found = gpu_run(SUMS, pretend, *shape, env=RDMA)
     assert found == [[0]] * (shape[0] * shape[1])
+
+
+@with_rdma
+def test_over_rdma_pushes_of_a_job_that_survives_deaths_are_not_copied(pretend: Path) -> None:
+    """Replies are not written over them, but stay where they arrive until the core reads them."""
+    elastic = {"BPSX_ELASTIC": "servers", "BPSX_ELASTIC_WAIT": "60"}
+    assert gpu_run(SUMS, pretend, 2, 1, 1, env={**RDMA, **elastic}) == [[0]] * 2

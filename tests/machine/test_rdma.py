@@ -34,7 +34,6 @@ for code in BY_CODE:
     kernels.load(code)
 for given in (
     {"compressor": "onebit", "ef": "vanilla"},
-    {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov"},
     {"compressor": "topk", "k": 0.9, "ef": "vanilla"},
 ):
     make(compression(given), "float32", 4096, 0, None)
