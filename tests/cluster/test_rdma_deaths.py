@@ -129,3 +129,41 @@ def test_a_job_on_one_machine_copies_no_more_than_it_has_to() -> None:
     with Job(source, workers=2, servers=2, env=env) as job:
         for copied in job.results():
             assert copied == [320_000 * 4] * 6  # pushes only, into the outbox
+
+
+#: Two push_pulls that count as a whole; worker 2 takes part in the first only. All elements are
+#: kept by the compressor, so sums are exact.
+_HALF_A_STEP = """
+    import bpsx, numpy as np, time
+    from bpsx.api.verbs import session
+
+    bpsx.init()
+    n, number = 20_000, bpsx.rank()
+    for name in "ab":
+        bpsx.declare(name, compression={"compressor": "topk", "k": n})
+    group = session().group_of("ab")
+    x = np.arange(n, dtype=np.float32) % 13 + 1
+    handles = [bpsx.push_pull_async(x * 10**number, "a", average=False)]
+    if number == 2:
+        time.sleep(10_000)
+    handles.append(bpsx.push_pull_async(x * 10**number, "b", average=False))
+    session().seal(group)
+    while session()._core.counters()["bytes_received"] < 8 * n:
+        time.sleep(0.01)
+    report(any(bpsx.poll(handle) for handle in handles))
+    report([float((bpsx.synchronize(handle) / x).mean()) for handle in handles])
+    bpsx.shutdown()
+"""
+
+
+@with_rdma
+def test_a_push_is_intact_until_its_group_has_been_committed() -> None:
+    """It has been answered, and is pushed again as a worker of the group dies."""
+    env = {**RDMA, "BPSX_ELASTIC": "shrink", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+    with Job(_HALF_A_STEP, workers=3, servers=1, env=env) as job:
+        for worker in job.workers[:2]:
+            worker.wait_for_line("false")
+        job.workers[2].signal(signal.SIGKILL)
+        for worker in job.workers[:2]:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports() == [False, [11.0, 11.0]]
