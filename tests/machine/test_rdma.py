@@ -60,7 +60,7 @@ def in_machine(
 
 
 def test_the_suites_that_need_an_adapter_pass() -> None:
-    """Conformance of all transports; sums, training, deaths and limits in whole jobs."""
+    """Conformance; sums, training, limits, and deaths with and without an end, in whole jobs."""
     subprocess.run(
         [sys.executable, "-c", _COMPILE], env={**os.environ, **compiling()}, check=True, timeout=120
     )
@@ -70,7 +70,7 @@ def test_the_suites_that_need_an_adapter_pass() -> None:
     passed = re.search(
         r"(\d+) passed, 1 skipped", done.output
     )  # a test of a machine without an adapter
-    assert passed and int(passed[1]) >= 50, done.output[-3000:]
+    assert passed and int(passed[1]) >= 80, done.output[-3000:]
 
 
 def test_a_machine_without_an_adapter() -> None:
