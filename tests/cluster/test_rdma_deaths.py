@@ -13,6 +13,7 @@ from cluster.test_rdma import RDMA, with_rdma
 from cluster.test_server_deaths import _TRAINING, undisturbed
 from cluster.test_worker_deaths import Shrinking
 from cluster.test_worker_deaths_compressed import CASES, Compressed
+from cluster.test_worker_departures import Departing
 from cluster.test_worker_joins import Growing
 from support.jobs import Job
 
@@ -72,6 +73,16 @@ def test_a_server_leaves_in_good_order() -> None:
         for worker in job.workers:
             assert worker.wait() == 0, worker.text()
             assert worker.reports()[-1] == undisturbed(2, steps, SIZES)
+
+
+@with_rdma
+def test_a_worker_and_a_server_leave_at_once() -> None:
+    with Departing(env=RDMA, servers=2) as job:
+        job.workers[1].wait_for_line('["step", 10,')
+        job.servers[0].signal(signal.SIGTERM)
+        job.workers[1].signal(signal.SIGTERM)
+        assert job.servers[0].wait() == 0
+        job.end_well(1)
 
 
 @with_rdma
