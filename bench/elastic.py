@@ -23,8 +23,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from bench import elastic_bits, elastic_committed, peers
-from bench.jobs import TRANSPORTS, Job, ask_all, progress
+from bench import elastic_bits, elastic_committed, elastic_overhead
+from bench.jobs import TRANSPORTS, Job, progress
 from bench.report import BenchError, Case, Draw, median_case
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ _INTERVAL, _TIMEOUT = 0.5, 2.0
 _SECONDS = 120.0
 #: Steps of which workers know at least, in a training without a fixed end.
 _AHEAD = 50
-_RATE_BYTES = 32 * 4_096_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +116,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         runs = min(options.runs, 2 if options.quick else 10**6)
         cases += elastic_bits.bits(options.transport, rng, runs)
     if "overhead" in wanted:
-        cases += overhead(options.transport, 3 if options.quick else 12)
+        starts, turns = (1, 3) if options.quick else (4, 5)
+        cases += elastic_overhead.overhead(options.transport, starts, turns)
     return cases
 
 
@@ -292,55 +292,3 @@ def train_on(job: Job, seconds: float, steps: int) -> int:
             job.ask("more", steps=_AHEAD)
         time.sleep(0.01)
     return steps
-
-
-def overhead(transport: str, turns: int) -> list[Case]:
-    """Measure jobs with BPSX_ELASTIC=servers and off, in turn. Both have two servers."""
-    ways = ("servers", "off")
-    seconds: dict[tuple[str, str], list[float]] = {
-        (kind, way): [] for kind in ("rate", "tiny", "latency") for way in ways
-    }
-    with (
-        Job(WORKERS, 2, transport, {"BPSX_ELASTIC": "servers"}) as ready,
-        Job(WORKERS, 2, transport, {"BPSX_ELASTIC": "off"}) as off,
-    ):
-        for turn in range(turns):
-            progress(f"overhead: turn {turn + 1} of {turns}")
-            # The second of two often finds a quieter machine, or a busier one.
-            pairs = list(zip(ways, (ready, off)))[:: 1 if turn % 2 else -1]
-            for way, job in pairs:
-                for kind in ("rate", "tiny"):
-                    rounds = 4 if kind == "rate" else 10
-                    seconds[kind, way] += peers.slowest(
-                        job.workers, "many", kind=kind, rounds=rounds
-                    )
-                ours = ask_all(job.workers, "one", calls=200)
-                seconds["latency", way].append(max(map(statistics.median, ours)))
-    return [
-        _rate_case(seconds["rate", "servers"], seconds["rate", "off"]),
-        *(
-            median_case(
-                f"overhead-{kind}",
-                [factor * s for s in seconds[kind, "servers"]],
-                unit,
-                peer=factor * statistics.median(seconds[kind, "off"]),
-                target="<= 1.02",
-                note=f"{about}; the same with BPSX_ELASTIC=off",
-            )
-            for kind, unit, factor, about in (
-                ("tiny", "ms", 1e3, "round of 1000 x 4 KiB"),
-                ("latency", "us", 1e6, "one push_pull of 4 KiB"),
-            )
-        ),
-    ]
-
-
-def _rate_case(ready: list[float], off: list[float]) -> Case:
-    return median_case(
-        "overhead-rate",
-        [_RATE_BYTES / s / 1e9 for s in ready],
-        "GB/s",
-        peer=_RATE_BYTES / statistics.median(off) / 1e9,
-        target=">= 0.98",
-        note="per worker, 32 x 4,096,000 B in flight; the same with BPSX_ELASTIC=off",
-    )

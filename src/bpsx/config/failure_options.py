@@ -60,7 +60,8 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
         " A worker's death still ends the job. So does that of any server in asynchronous training,"
         " or once a worker has left. shrink: as servers, and the other workers go on"
-        " when one dies. replace: as shrink, but they wait for BPSX_ELASTIC_WAIT at the next"
+        " when one dies; of a machine whose processes sum among themselves, all leave the job when"
+        " one dies. replace: as shrink, but they wait for BPSX_ELASTIC_WAIT at the next"
         " commit() until another joins. off: every death ends the job; workers keep no results."
         " auto: servers on more than one machine, else off: on one machine what is kept would cost"
         " memory bandwidth. Must be the same on all workers and servers.",

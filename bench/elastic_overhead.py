@@ -1,0 +1,77 @@
+"""What a job costs that survives deaths and in which none dies, against one that does not."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from contextlib import ExitStack
+
+from bench import peers
+from bench.jobs import Job, ask_all, progress
+from bench.report import Case, median_case
+
+_WORKERS, _SERVERS = 2, 2
+_RATE_BYTES = 32 * 4_096_000
+#: Jobs -> BPSX_ELASTIC. Equal jobs differ by where the system puts their processes and memory: the
+#: second one that is off shows by how much.
+_JOBS = {"servers": "servers", "off": "off", "also off": "off"}
+_ORDERS = list(itertools.permutations(_JOBS))
+#: Kind -> unit, factor from seconds, what is measured, target.
+_KINDS = {
+    "rate": ("GB/s", _RATE_BYTES / 1e9, "per worker, 32 x 4,096,000 B in flight", ">= 0.98"),
+    "tiny": ("ms", 1e3, "round of 1000 x 4 KiB", "<= 1.02"),
+    "latency": ("us", 1e6, "one push_pull of 4 KiB", "<= 1.02"),
+}
+_Seconds = dict[tuple[str, str], list[float]]
+
+
+def overhead(transport: str, starts: int, turns: int) -> list[Case]:
+    """Measure jobs with BPSX_ELASTIC=servers and off, in turn.
+
+    ``starts``: how often all jobs are started anew; ``turns``: of each job, in any order, per
+    start.
+    """
+    seconds: _Seconds = defaultdict(list)
+    for start in range(starts):
+        with ExitStack() as running:
+            jobs = {
+                name: running.enter_context(
+                    Job(_WORKERS, _SERVERS, transport, {"BPSX_ELASTIC": elastic})
+                )
+                for name, elastic in _JOBS.items()
+            }
+            for turn in range(start * turns, (start + 1) * turns):
+                progress(f"overhead: turn {turn + 1} of {starts * turns}")
+                # What comes second often finds a quieter machine, or a busier one.
+                for name in _ORDERS[turn % len(_ORDERS)]:
+                    _measure(jobs[name], name, seconds)
+    return [_case(kind, seconds) for kind in _KINDS]
+
+
+def _measure(job: Job, name: str, seconds: _Seconds) -> None:
+    for kind, rounds in (("rate", 4), ("tiny", 10)):
+        seconds[kind, name] += peers.slowest(job.workers, "many", kind=kind, rounds=rounds)
+    ours = ask_all(job.workers, "one", calls=200)
+    seconds["latency", name].append(max(map(statistics.median, ours)))
+
+
+def _case(kind: str, seconds: _Seconds) -> Case:
+    unit, factor, about, target = _KINDS[kind]
+
+    def figures(name: str) -> list[float]:
+        times = seconds[kind, name]
+        return [factor / s if kind == "rate" else factor * s for s in times]
+
+    off, again = (statistics.median(figures(name)) for name in ("off", "also off"))
+    return median_case(
+        f"overhead-{kind}",
+        figures("servers"),
+        unit,
+        peer=statistics.median([*figures("off"), *figures("also off")]),
+        target=target,
+        note=(
+            f"{about}; the same with BPSX_ELASTIC=off, of which two jobs differ by"
+            f" {max(off, again) / min(off, again):.3f}"
+        ),
+    )
