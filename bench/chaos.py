@@ -1,28 +1,36 @@
-"""``bench chaos``: kill processes of training jobs, one after the other, until the time is over.
+"""``bench chaos``: strike processes of training jobs, one after the other, until the time is over.
 
-Every 0.5 to 2 s a worker, a server or the scheduler is killed. Another worker or server is started
-at once, another scheduler up to 2 s later. A scheduler lives for at least 4 s, as it waits for 3 s
-(BPSX_GATHER_GRACE) for processes that have died with the one before. No step may take 10 s. In each
-step all workers must have the weights that follow from who was in its sums. In a job that loses no
-workers all must be in, so that the weights are those of an undisturbed job.
+Every 0.5 to 2 s a worker, a server or the scheduler is killed, stopped, cut off or asked to leave
+(:mod:`bench.deaths`). In every fourth case it goes together with the one before, in every fourth a
+moment later. Another worker or server is started at once, another scheduler up to 2 s later. A
+scheduler lives for at least 4 s, as it waits for 3 s (BPSX_GATHER_GRACE) for processes that have
+died with the one before. No step may take 10 s, besides the time in which a silent process does not
+count as dead. In each step all workers must have the weights that follow from who was in its sums.
+In a job that loses no workers all must be in, so that the weights are those of an undisturbed job.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from bench import deaths
 from bench.diary import Verdict
 from bench.jobs import TRANSPORTS, progress
 from bench.mortal_job import ROLES, MortalJob, Watch
+from bench.network import Links
 from bench.report import BenchError, Case
 
 #: Seconds between two deaths.
 EVERY = (0.5, 2.0)
+#: The same, if the second one comes during the recovery.
+SOON = (0.02, 0.3)
 #: Most seconds for which a job has no scheduler.
 AWAY = 2.0
 #: Seconds for which a scheduler lives at least.
@@ -40,8 +48,8 @@ _SECONDS = 120.0
 class Course:
     """Sums over all jobs so far.
 
-    ``equal``: jobs without a fault. ``killed``, ``again``: processes by role. ``begun``,
-    ``counted``: steps of survivors. ``longest``: step, in seconds.
+    ``equal``: jobs without a fault. ``killed``, ``again``: processes by role; ``kinds``: by kind.
+    ``begun``, ``counted``: steps of survivors. ``longest``: step, in seconds.
     """
 
     jobs: int = 0
@@ -51,12 +59,13 @@ class Course:
     counted: int = 0
     longest: float = 0.0
     killed: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)
     log: list[str] = field(default_factory=list)
 
     @property
     def kills(self) -> int:
-        """Number of killed processes."""
+        """Number of processes that were struck."""
         return self.killed.total()
 
     def add(self, job: MortalJob, verdict: Verdict, about: str) -> None:
@@ -69,10 +78,11 @@ class Course:
         self.counted += verdict.counted
         self.longest = max(self.longest, verdict.longest)
         self.killed += job.killed
+        self.kinds += job.kinds
         self.again += job.again
         self.log.append(
-            f"{about}: {told(job.killed)} killed, {verdict.steps} steps, the longest"
-            f" {verdict.longest:.2f} s, {'equal' if equal else 'OTHER'} weights"
+            f"{about}: {told(job.killed)} ({by_kind(job.kinds)}), {verdict.steps} steps, the"
+            f" longest {verdict.longest:.2f} s, {'equal' if equal else 'OTHER'} weights"
         )
 
 
@@ -81,11 +91,16 @@ def told(count: Counter[str]) -> str:
     return ", ".join(f"{count[role]} {role}s" for role in ROLES)
 
 
+def by_kind(count: Counter[str]) -> str:
+    """Return the numbers of processes by kind, in words."""
+    return ", ".join(f"{kind} {count[kind]}" for kind in deaths.KINDS if count[kind])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="time after which no job begins (default: 10)"
     )
-    parser.add_argument("--kills", type=int, help="end after so many kills instead")
+    parser.add_argument("--kills", type=int, help="end after so many deaths instead")
     parser.add_argument("--seed", type=int, default=1, help="chooses victims and moments")
     parser.add_argument("--workers", type=int, default=4, help="workers of a job (default: 4)")
     parser.add_argument("--servers", type=int, default=3, help="servers of a job (default: 3)")
@@ -94,6 +109,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help=f"which processes die: {','.join(ROLES)}, or some of them; all (default): in every"
         " second job all three, in the others servers and schedulers",
+    )
+    parser.add_argument(
+        "--kinds",
+        default="all",
+        help=f"how they die: {','.join(deaths.KINDS)}, or some of them; all (default): those that"
+        " this machine can do. cut needs root, iproute2 and nftables, and not shared memory",
+    )
+    parser.add_argument(
+        "--logs",
+        metavar="FOLDER",
+        help="keep what all processes say; by default, only the end of a job that fails is shown",
     )
     parser.add_argument(
         "--transport",
@@ -105,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> list[Case]:
     """Return the cases. Raises :class:`BenchError` if a job fails."""
-    kinds = _kinds(options)
+    roles_of_jobs, kinds = _roles(options), deaths.allowed(options.kinds)
     rng, course = random.Random(options.seed), Course()
     end = time.monotonic() + 60 * (min(options.minutes, 0.5) if options.quick else options.minutes)
     ways = ["zmq", "tcp", "shm"] if options.transport == "all" else [options.transport]
@@ -119,19 +145,24 @@ def run(options: argparse.Namespace) -> list[Case]:
         most = DEATHS
         if options.kills is not None:
             most = min(most, options.kills - course.kills)
-        way, roles = ways[course.jobs % len(ways)], kinds[course.jobs % len(kinds)]
-        job = MortalJob(
-            roles,
-            options.workers,
-            options.servers,
-            way,
-            steps=2**31,
-            seconds=_COMPUTATION,
-            rng=rng,
-            away=AWAY,
-            rest=REST,
-        )
-        verdict = one_job(job, roles, most, rng)
+        way = ways[course.jobs % len(ways)]
+        roles = roles_of_jobs[course.jobs % len(roles_of_jobs)]
+        with _network(options, way, kinds) as links:
+            job = MortalJob(
+                roles,
+                options.workers,
+                options.servers,
+                way,
+                steps=2**31,
+                seconds=_COMPUTATION,
+                rng=rng,
+                away=AWAY,
+                rest=REST,
+                kinds=kinds if links else [kind for kind in kinds if kind != "cut"],
+                links=links,
+                logs=Path(options.logs) / f"job {course.jobs}" if options.logs else None,
+            )
+            verdict = one_job(job, roles, most, rng)
         course.add(job, verdict, way)
         for fault in verdict.faults[:5]:
             progress(fault)
@@ -139,7 +170,20 @@ def run(options: argparse.Namespace) -> list[Case]:
     return cases(course)
 
 
-def _kinds(options: argparse.Namespace) -> list[Sequence[str]]:
+@contextlib.contextmanager
+def _network(
+    options: argparse.Namespace, transport: str, kinds: Sequence[str]
+) -> Iterator[Links | None]:
+    """The network of a job in which links are cut; None: it needs none."""
+    if "cut" not in kinds or transport == "shm":
+        yield None
+        return
+    places = [f"{role} {i}" for role in ROLES[:2] for i in range(getattr(options, f"{role}s"))]
+    with Links(["scheduler", *places]) as links:
+        yield links
+
+
+def _roles(options: argparse.Namespace) -> list[Sequence[str]]:
     """Return the roles that die, of one job after the other."""
     if options.roles == "all":
         kinds: list[Sequence[str]] = [ROLES, ROLES[1:]]
@@ -155,18 +199,26 @@ def _kinds(options: argparse.Namespace) -> list[Sequence[str]]:
 
 
 def one_job(job: MortalJob, roles: Sequence[str], most: int, rng: random.Random) -> Verdict:
-    """Run a job until ``most`` of its processes have been killed and all are there again."""
+    """Run a job until ``most`` of its processes have been struck and all are there again."""
     with job:
         watch, due = Watch(), time.monotonic() + rng.uniform(*EVERY)
         while job.killed.total() < most or not job.complete:
             watch.see(job.steps)
             job.tend()
             if job.killed.total() < most and time.monotonic() >= due and job.steps:
-                due = time.monotonic() + rng.uniform(*EVERY)
+                due = time.monotonic() + _pause(rng)
                 job.kill(roles)
             time.sleep(0.01)
         job.stop()
         return job.finish(_SECONDS)
+
+
+def _pause(rng: random.Random) -> float:
+    """Return the seconds until the next death."""
+    chance = rng.random()
+    if chance < 0.25:
+        return 0.0
+    return rng.uniform(*(SOON if chance < 0.5 else EVERY))
 
 
 def cases(course: Course) -> list[Case]:
@@ -194,6 +246,9 @@ def cases(course: Course) -> list[Case]:
             "s",
             target=f"<= {LONGEST:g}",
             samples=(course.longest,),
-            note=f"longest of {course.steps} steps, with {told(course.killed)} killed",
+            note=(
+                f"longest of {course.steps} steps, with {told(course.killed)} lost"
+                f" ({by_kind(course.kinds)})"
+            ),
         ),
     ]

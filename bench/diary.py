@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -43,11 +44,16 @@ class Ended(NamedTuple):
 
 @dataclass
 class Diary:
-    """Steps of the process in the place ``number``. ``killed``: its last step is lost."""
+    """Steps of the process in the place ``number``.
+
+    ``killed``: its last step is lost. ``until``: when it was cut off from the others, by the
+    monotonic clock; what it does later does not count.
+    """
 
     number: int
     path: Path
     killed: bool = False
+    until: float = math.inf
     begun: list[int] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     _read: int = 0
@@ -62,6 +68,8 @@ class Diary:
         self._read += len(whole) + len(newline)
         for line in whole.decode().splitlines():
             kind, step, at, *rest = line.split()
+            if float(at) > self.until:
+                continue
             if kind == "begun":
                 self.begun.append(int(step))
             else:
@@ -74,9 +82,9 @@ class Diary:
         return len(self.begun) - (self.killed and len(self.begun) > len(self.ended))
 
     @property
-    def spans(self) -> list[float]:
-        """Seconds from the end of each step to that of the next one."""
-        return [b.at - a.at for a, b in zip(self.ended, self.ended[1:])]
+    def spans(self) -> list[tuple[float, float]]:
+        """From the end of each step to that of the next one, by the monotonic clock."""
+        return [(a.at, b.at) for a, b in zip(self.ended, self.ended[1:])]
 
 
 @dataclass
@@ -85,7 +93,7 @@ class Verdict:
 
     ``steps``: that the job has made. ``begun``: by survivors, counted for each worker. ``counted``:
     those that ended, with this worker and the same others in all sums, and with the weights that
-    follow from these. ``median``, ``longest``: seconds of a step.
+    follow from these. ``median``, ``longest``: seconds of a step; the latter without the silences.
     """
 
     steps: int
@@ -101,10 +109,17 @@ class Verdict:
         return self.begun - self.counted
 
 
-def judge(diaries: Sequence[Diary], places: int, *, loses_workers: bool = True) -> Verdict:
+def judge(
+    diaries: Sequence[Diary],
+    places: int,
+    *,
+    loses_workers: bool = True,
+    silences: Sequence[tuple[float, float]] = (),
+) -> Verdict:
     """Replay the job from what its workers say of who was in each sum.
 
-    ``loses_workers``: whether workers may be missing.
+    ``loses_workers``: whether workers may be missing. ``silences``: from when to when a process was
+    silent that did not count as dead yet, by the monotonic clock.
     """
     allowed = range(1 if loses_workers else 2**places - 1, 2**places)
     at: dict[int, list[tuple[Diary, Ended]]] = {}
@@ -128,9 +143,20 @@ def judge(diaries: Sequence[Diary], places: int, *, loses_workers: bool = True) 
         if len(good) < len(found):
             have = [(d.number, one.digest) for d, one in found]
             faults.append(f"step {step} of {bits:b}: expected {want}, found {have}")
-    spans = [seconds for diary in diaries for seconds in diary.spans] or [0.0]
+    spans = [span for diary in diaries for span in diary.spans] or [(0.0, 0.0)]
     begun = sum(diary.attempts for diary in diaries)
-    return Verdict(len(at), begun, counted, statistics.median(spans), max(spans), faults)
+    median = statistics.median(end - begin for begin, end in spans)
+    longest = max(end - begin - _silence(begin, end, silences) for begin, end in spans)
+    return Verdict(len(at), begun, counted, median, longest, faults)
+
+
+def _silence(begin: float, end: float, silences: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds between ``begin`` and ``end`` in which some process was silent."""
+    found, until = 0.0, begin
+    for first, last in sorted(silences):
+        found += max(0.0, min(end, last) - max(until, first))
+        until = max(until, last)
+    return found
 
 
 def _agreed(members: set[int]) -> int:

@@ -31,20 +31,28 @@ def progress(text: str) -> None:
 
 
 def start(
-    module: str, environment: Mapping[str, str], *, pipes: bool = False, prefix: Sequence[str] = ()
+    module: str,
+    environment: Mapping[str, str],
+    *,
+    pipes: bool = False,
+    prefix: Sequence[str] = (),
+    log: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module`` in the repository's root, behind the words of ``prefix``.
 
-    Without ``pipes`` its output goes to standard error.
+    Without ``pipes`` its output goes to standard error. Standard error goes to the file ``log`` if
+    there is one.
     """
     pipe = subprocess.PIPE if pipes else None
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-m", module],
-        stdin=pipe or subprocess.DEVNULL,
-        stdout=pipe or 2,
-        cwd=ROOT,
-        env=child_environment(**environment),
-    )
+    with open(log, "ab") if log else contextlib.nullcontext(2) as errors:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", module],
+            stdin=pipe or subprocess.DEVNULL,
+            stdout=pipe or errors,
+            stderr=errors,
+            cwd=ROOT,
+            env=child_environment(**environment),
+        )
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int:
@@ -61,10 +69,15 @@ class Child:
     """A process running :func:`bench.child.serve`. Not thread-safe."""
 
     def __init__(
-        self, module: str, name: str, prefix: Sequence[str] = (), **environment: str
+        self,
+        module: str,
+        name: str,
+        prefix: Sequence[str] = (),
+        log: Path | None = None,
+        **environment: str,
     ) -> None:
         self.name = name
-        self.process = start(module, environment, pipes=True, prefix=prefix)
+        self.process = start(module, environment, pipes=True, prefix=prefix, log=log)
         self._buffer = b""
 
     @property
@@ -183,6 +196,7 @@ class Job:
         links: Links | None = None,
         own: Mapping[int, Mapping[str, str]] | None = None,
         processes: int | None = None,
+        logs: Path | None = None,
     ) -> None:
         """``transport`` is a key of :data:`TRANSPORTS`.
 
@@ -190,7 +204,7 @@ class Job:
         modules that single workers run instead, by index. ``links``: the network in which the
         processes run, with places named "scheduler", "server 0" and so on. ``own``: variables of
         single workers, by index. ``processes``: workers of one machine; by default one with
-        servers, and all without.
+        servers, and all without. ``logs``: a folder for what each process writes to standard error.
         """
         processes = processes or (1 if servers else workers)
         self._stack = contextlib.ExitStack()
@@ -214,6 +228,9 @@ class Job:
         self._counts = workers, servers
         self._processes = processes
         self._modules, self._own = modules or {}, own or {}
+        self._logs = logs
+        #: Files with what the processes have written to standard error, by process id.
+        self.logs: dict[int, Path] = {}
         self.workers: list[Child] = []
         self.servers: list[subprocess.Popen[bytes]] = []
         self.scheduler: subprocess.Popen[bytes] | None = None
@@ -256,18 +273,30 @@ class Job:
         self.ask("init", timeout=_START_SECONDS)
 
     def _worker(self, index: int) -> Child:
-        return Child(
+        name = f"worker {index}"
+        log = self._log(name)
+        child = Child(
             self._modules.get(index, "bench.worker"),
-            f"worker {index}",
-            **{**self._of_worker(index), **self._place(f"worker {index}")},
-            prefix=self._prefix(f"worker {index}"),
+            name,
+            prefix=self._prefix(name),
+            log=log,
+            **{**self._of_worker(index), **self._place(name)},
         )
+        self._note(child.process, log)
+        return child
 
     def replace_worker(self, index: int) -> Child:
         """Kill a worker and start another in its place, which has not joined the job yet."""
         old = self.workers[index]
         old.process.kill()
         old.close()
+        return self.start_worker_again(index)
+
+    def start_worker_again(self, index: int) -> Child:
+        """Start another worker in the place of one that has ended, or does not answer.
+
+        The caller closes the earlier one.
+        """
         self.workers[index] = self._worker(index)
         return self.workers[index]
 
@@ -285,9 +314,13 @@ class Job:
         """Start another scheduler at the address of one that has ended."""
         self.scheduler = self._role("bpsx.scheduler", "scheduler", 0)
 
-    def add_server(self) -> None:
-        """Start one more server, which joins the running job."""
-        self.servers.append(self._role("bpsx.server", "server", len(self.servers)))
+    def add_server(self, place: int | None = None) -> None:
+        """Start one more server, which joins the running job.
+
+        ``place``: the server in whose place of the network it runs; by default one of its own.
+        """
+        index = len(self.servers) if place is None else place
+        self.servers.append(self._role("bpsx.server", "server", index))
 
     def _of_worker(self, index: int) -> dict[str, str]:
         """Return the variables of the worker ``index``."""
@@ -326,13 +359,26 @@ class Job:
         self, module: str, role: str, index: int, **environment: str
     ) -> subprocess.Popen[bytes]:
         name = role if role == "scheduler" else f"{role} {index}"
+        log = self._log(name)
         process = start(
             module,
             {"DMLC_ROLE": role, **self._common, **self._place(name), **environment},
             prefix=self._prefix(name),
+            log=log,
         )
-        self._roles.callback(end_role, role, process)
+        self._note(process, log)
+        self._roles.callback(end_role, role, process, quiet=self._logs is not None)
         return process
+
+    def _log(self, name: str) -> Path | None:
+        """Return a new file for what a process writes to standard error; None: there is none."""
+        if self._logs is None:
+            return None
+        return self._logs / f"{len(self.logs):03d} {name}.log"
+
+    def _note(self, process: subprocess.Popen[bytes], log: Path | None) -> None:
+        if log is not None:
+            self.logs[process.pid] = log
 
 
 def end_role(role: str, process: subprocess.Popen[bytes], *, quiet: bool = False) -> int:

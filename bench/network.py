@@ -16,6 +16,10 @@ from pathlib import Path
 from bench.report import BenchError
 
 _numbers = itertools.count()
+_RULE = (
+    "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule"
+    " inet cut {0} {1}"
+)
 
 
 def run(*words: str) -> None:
@@ -39,6 +43,20 @@ def why_not() -> str:
             return ""
     except BenchError as error:
         return f"this kernel does not allow network namespaces with tc: {error}"
+
+
+@functools.cache
+def why_no_cuts() -> str:
+    """Return why links of such a network cannot be cut, or an empty string if they can."""
+    reason = why_not()
+    if reason or shutil.which("nft") is None:
+        return reason or "not installed: nft"
+    try:
+        with Links(["try"]) as links:
+            links.cut("try")
+            return ""
+    except BenchError as error:
+        return f"this kernel does not allow it: {error}"
 
 
 def congestion() -> str:
@@ -168,3 +186,24 @@ class Links:
             "latency",
             "50ms",
         )
+
+    # ---- cuts, which need nftables
+
+    def cut(self, name: str) -> None:
+        """Drop every packet from and to ``name``, silently.
+
+        Packets between other processes still pass the bridge, if ``name`` has it.
+        """
+        for hook, side in (("input", "iifname"), ("output", "oifname")):
+            self.filter(name, hook, f"{side} net0 drop")
+
+    def filter(self, name: str, hook: str, rule: str) -> None:
+        """Apply ``rule``, in nftables' language, to ``name``'s packets.
+
+        ``hook``: "input" for packets that reach it, "output" for packets that leave it.
+        """
+        run(*self.prefix(name), "nft", _RULE.format(hook, rule))
+
+    def mend(self, name: str) -> None:
+        """End a cut, and all filters."""
+        run(*self.prefix(name), "nft", "delete table inet cut")

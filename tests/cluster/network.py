@@ -1,20 +1,17 @@
 """A private network of a test: one namespace per process on a bridge, whose links can be cut
 silently and slowed down.
 
-Needs root and iproute2, and nftables to cut; :func:`why_not` returns what is missing.
+Needs root, iproute2 and nftables.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from typing import Any
 
 import pytest
 
-from bench import network as plain
-from bench.network import Links, run
-from bench.report import BenchError
+from bench.network import Links, why_no_cuts
 from support.jobs import Job
 
 #: A worker that pushes until the job fails, and reports how and when.
@@ -31,55 +28,19 @@ STEPPING = """
         report([type(e).__name__, str(e), time.time()])
         sys.exit(7)
 """
-_RULE = (
-    "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule"
-    " inet cut {0} {1}"
-)
 
-
-def why_not() -> str:
-    """Return why this host cannot have such a network; empty if it can."""
-    reason = plain.why_not()
-    if reason or shutil.which("nft") is None:
-        return reason or "not installed: nft"
-    try:
-        with Links(["try"]) as links:
-            run(*links.prefix("try"), "nft", _RULE.format("input", "drop"))
-    except BenchError as e:
-        return f"this kernel does not allow it: {e}"
-    return ""
-
-
-_WHY_NOT = why_not()
+_WHY_NOT = why_no_cuts()
 #: Marks tests that need such a network.
 needed = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
 
 class Network(Links):
-    """The benchmarks' network with unlimited rates, whose links can be cut."""
+    """The benchmarks' network with unlimited rates."""
 
     @property
     def hub(self) -> str:
         """Name of the process whose namespace has the bridge: the scheduler."""
         return self._names[0]
-
-    def cut(self, name: str) -> None:
-        """Drop every packet from and to ``name``, silently.
-
-        Packets between other processes still pass the hub's bridge.
-        """
-        for hook, side in (("input", "iifname"), ("output", "oifname")):
-            run(*self.prefix(name), "nft", _RULE.format(hook, f"{side} net0 drop"))
-
-    def filter(self, name: str, hook: str, rule: str) -> None:
-        """Apply ``rule``, in nftables' language, to ``name``'s packets.
-
-        ``hook``: "input" for packets that reach it, "output" for packets that leave it.
-        """
-        run(*self.prefix(name), "nft", _RULE.format(hook, rule))
-
-    def mend(self, name: str) -> None:
-        run(*self.prefix(name), "nft", "delete table inet cut")
 
 
 class NetJob(Job):
