@@ -180,6 +180,29 @@ def test_schedulers_may_die_again_and_again(processes):
 
 
 @pytest.mark.parametrize("order", ["scheduler first", "server first"])
+def test_scheduler_and_server_fall_silent_together(order):
+    """A worker must not blame the server before it can tell that the scheduler is silent, too."""
+    env = {"PS_HEARTBEAT_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.5", "BPSX_GATHER_GRACE": "1.5"}
+    with Job(_STEPPING, workers=2, servers=3, env=env) as job:
+        everywhere(job, "running")
+        victims = [job.scheduler, job.servers[1]]
+        for victim in victims if order == "scheduler first" else victims[::-1]:
+            victim.signal(signal.SIGSTOP)
+            time.sleep(1.8)
+        everywhere(job, "steps go on without it")
+        time.sleep(2.5)
+        for victim in victims:
+            victim.signal(signal.SIGCONT)
+        assert job.scheduler.wait() == 1, job.scheduler.text()
+        start_again(job)
+        assert job.servers[1].wait() == 1, job.servers[1].text()
+        tell(job)
+        counts(job, "first")
+        tell(job)
+        finished(job, servers=[0, 2])
+
+
+@pytest.mark.parametrize("order", ["scheduler first", "server first"])
 def test_scheduler_and_server_die_together(order):
     """Steps stall until another scheduler has found out that the server is gone."""
     env = {"BPSX_GATHER_GRACE": "1.5"}

@@ -12,10 +12,11 @@ import pytest
 
 from bpsx.config import Config
 from bpsx.errors import RendezvousError
+from bpsx.scheduler.waiting import VERDICT_SECONDS, patience
 from bpsx.server.__main__ import Server
 from bpsx.session import entry
 from bpsx.session.boundaries import Change
-from bpsx.session.lanes import VERDICT_SECONDS, Lanes, patience
+from bpsx.session.lanes import Lanes
 from bpsx.session.session import Session
 from bpsx.session.states import Life
 from bpsx.telemetry.reporter import Reporter
@@ -173,10 +174,14 @@ def test_a_lane_that_stays_broken_is_noted_once() -> None:
     assert lanes.verdict() == ""
 
 
-def test_a_job_that_may_go_on_waits_for_the_scheduler_to_notice_silence() -> None:
-    config = Config({}, role="worker", num_worker=2, heartbeat_interval=4.0)
+def test_a_job_that_may_go_on_waits_for_silence_to_be_noticed() -> None:
+    """The scheduler's own silence, which may begin just before it would notice the server's."""
+    times = {"heartbeat_interval": 4.0, "heartbeat_timeout": 10.0}
+    config = Config({}, role="worker", num_worker=2, **times)
     assert patience(config, False) == VERDICT_SECONDS
-    assert patience(config, True) == VERDICT_SECONDS + 4.0
+    assert patience(config, True) == VERDICT_SECONDS + 4.0 + 14.0
+    config = Config({}, role="worker", num_worker=2, heartbeat_interval=0.0)
+    assert patience(config, True) == VERDICT_SECONDS
 
 
 # ---- a worker's session

@@ -223,14 +223,16 @@ class Hub:
             self._socket.disable_monitor()
             self._context.destroy(500)
             os.close(self._wake)
-        self._tell_launcher("over")
+        failure = self._members.failure
+        if self._members.deserted:
+            failure += "; if it lives, it goes on with another scheduler at this address"
+        else:
+            self._tell_launcher("over")
         if self._members.survived:
             log.warning("the job is over: %s", self._members.failure)
         elif self._members.state is not JobState.DONE:
             log.log(
-                logging.INFO if ended_for_us else logging.ERROR,
-                "the job has failed: %s",
-                self._members.failure,
+                logging.INFO if ended_for_us else logging.ERROR, "the job has failed: %s", failure
             )
         return 0 if self._members.state is JobState.DONE and not broken else 1
 
@@ -248,7 +250,8 @@ class Hub:
                 self._send(self._members.settle(time.monotonic()))
                 self._send(self._members.tend(time.monotonic()))
                 self._report_losses()
-            self._blame()
+            if not self._members.deserted:
+                self._blame()
         self._farewell()
 
     def _blame(self) -> None:
@@ -369,17 +372,23 @@ class Hub:
                 return
             self._read_monitor()
             message = self._parse(ident.bytes, frames)
-            if (
-                message is not None
-                and message["type"] == "HELLO"
-                and self._members.would_refuse(ident.bytes, message)
-            ):
+            if message is not None and self._comes_in_vain(ident.bytes, message):
                 self._unwelcome.append((ident.bytes, message))
             elif message is not None:
                 self._handle(ident.bytes, message)
 
+    def _comes_in_vain(self, ident: bytes, message: dict[str, Any]) -> bool:
+        """Whether a node will be refused unless connections turn out to have ended.
+
+        After a silence of the scheduler itself, nodes come back before it has handled the ends of
+        their connections.
+        """
+        if message["type"] == "AGAIN":
+            return self._members.state is not JobState.WAITING
+        return message["type"] == "HELLO" and self._members.would_refuse(ident, message)
+
     def _settle(self) -> None:
-        """Handle ended connections, then HELLOs to be refused.
+        """Handle ended connections, then nodes to be refused.
 
         Call this once all messages have been read.
         """
@@ -485,6 +494,8 @@ class Hub:
             return self._members.moved(ident, message, time.monotonic())
         if kind == "CONNECTED":
             return self._members.connected(ident, message, time.monotonic())
+        if kind == "BROKEN":
+            return self._members.broken(ident, message, time.monotonic())
         if kind == "AT":
             return self._members.said_at(ident, message)
         if kind == "HERE":

@@ -61,6 +61,9 @@ class Membership(Growing):
         self._dead: list[str] = []  # deaths of workers that an asynchronous job survived
         # True if the job failed only because of `_dead`: all other workers left in good order.
         self.survived = False
+        #: Whether the job failed because a connection ended, and no worker has said BYE since. It
+        #: may be this scheduler that was silent, and the job may go on with another one.
+        self.unheard = False
 
     def _start(self) -> list[Output]:
         workers, servers = self._of("worker"), self._of("server")
@@ -406,6 +409,8 @@ class Membership(Growing):
         goodbye: list[Output] = [(ident, {"type": "GOODBYE"})]
         if node.left:
             return goodbye
+        if self.state is JobState.FAILED and node.role == "worker":
+            self.unheard = False
         if self.state is JobState.WAITING:
             self.withdraw(node)
             return goodbye
@@ -446,7 +451,30 @@ class Membership(Growing):
         self._remove(node)
         running = self.state is JobState.RUNNING
         out = self._lost(node, f"{node} is gone: {why}", now) if running else []
+        if running and self.state is JobState.FAILED:
+            self.unheard = self.may_lose_scheduler
         return out + self._process_deferred_byes() + self._after_leaving(node)
+
+    def broken(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle BROKEN: a worker's connection to a server has ended, and the server lives.
+
+        A connection is never made again, so the server is of no use. It is replaced if it can be.
+        ``m``: server, its rank.
+        """
+        worker, server = self.nodes.get(ident), self._roster.usable_server(m["server"])
+        if (
+            self.state is not JobState.RUNNING
+            or worker is None
+            or worker.left
+            or server is None
+            or len(self._roster.usable_servers()) < 2
+            or self._fixed_servers()
+        ):
+            return []
+        why = f"its connection to {worker} broke"
+        text = f"this server has been replaced: {server} is gone: {why}"
+        lost = {"type": "LOST", "text": text, "status": Status.PEER_LOST}
+        return [(server.ident, lost), *self.gone(server.ident, why, now)]
 
     def _remove(self, node: Node) -> None:
         """Remove a node from all of the job's accounts."""
@@ -532,3 +560,8 @@ class Membership(Growing):
         return self.state in (JobState.DONE, JobState.FAILED) and not (
             self._roster.live or self._roster.live_servers
         )
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the job has failed here only, as far as this scheduler can know."""
+        return self.unheard and not self._roster.live

@@ -1,10 +1,10 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
 A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
-CONNECTED, DEPART, AT, HERE, READY, SYNCED, BYE. The hub sends STATUS, WELCOME, REFUSED, PLACED,
-FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY, SOON,
-MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends AGAIN and
-KNOWN, and gets RESUMED: docs/internals/elastic-scheduler.md.
+CONNECTED, BROKEN, DEPART, AT, HERE, READY, SYNCED, BYE. The hub sends STATUS, WELCOME, REFUSED,
+PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY,
+SOON, MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends AGAIN
+and KNOWN, and gets RESUMED: docs/internals/elastic-scheduler.md.
 
 For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
 WATCH, TRACE, and VIEW to the observer.
@@ -16,6 +16,8 @@ its keys go; ``missed``, whether a sender had left before, so that no lane can t
 goes to them when living lanes yield keys: ``yields`` then has ``[lane, number of slots, targets]``
 for each such lane (:data:`bpsx.planning.placement.Yields`). Each worker that speaks to servers
 answers MOVED once its driver has moved.
+
+BROKEN names a server that others reach, but this worker no longer: docs/internals/elastic.md.
 
 LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about nodes
 that leave it. docs/internals/elastic-servers.md, elastic-departures.md and
@@ -111,6 +113,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "MOVED": {"term": _POSITION, "partitions": (int, 0, 2**40), "again": (int, 0, 2**62)},
     #: A sender has connected to all lanes of a server that joins the running job, or ``failure``.
     "CONNECTED": {"server": _POSITION, "failure": _TEXT},
+    #: A worker's connection to a server has ended, and the hub has not said why.
+    "BROKEN": {"server": _POSITION},
     #: A worker has passed so many boundaries; it has stopped; a newcomer has connected.
     "AT": {"meeting": _POSITION, "boundary": (int, 0, 2**62)},
     #: ``names``: what newcomers have to know of names, if MEET has asked for it.

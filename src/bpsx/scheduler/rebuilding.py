@@ -21,6 +21,7 @@ from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import Told
 
 #: Why a server is refused that was about to join.
+_SILENT = "this scheduler had lost its connections to all workers, and ends"
 _STRANGER = "this server had not joined the job when its scheduler died: start it again"
 
 
@@ -51,6 +52,8 @@ class Rebuilding(Membership):
 
     def come_back(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """Handle AGAIN: a node introduces itself to another scheduler than before."""
+        if self.unheard:
+            return [_refuse(ident, _SILENT, over=False)]
         if self.state is not JobState.WAITING:
             if self.state is not JobState.FAILED and m["job"] == self.job and _leaves(m):
                 return [(ident, {"type": "GOODBYE"})]  # it has left, and has not heard so

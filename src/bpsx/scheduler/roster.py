@@ -195,6 +195,10 @@ class Roster:
         found = [n for n in self.live_servers.values() if n.presence is Presence.LIVE]
         return sorted(found, key=lambda n: n.rank)
 
+    def usable_server(self, rank: int) -> Node | None:
+        """The server ``rank``, if all senders have connected to it and it lives."""
+        return next((n for n in self.usable_servers() if n.rank == rank), None)
+
     def servers(self) -> list[Node]:
         """All servers, by rank."""
         return sorted(self._servers.values(), key=lambda n: n.rank)

@@ -1,4 +1,4 @@
-"""Messages for people while a node waits for the scheduler, or the scheduler for the nodes."""
+"""How long a node waits for the scheduler's word; messages for people who wait meanwhile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from bpsx.transports.reach import unreachable
 
 _SECONDS = 1.0
 _NUMERIC = frozenset("0123456789.:[]%abcdefABCDEF")
+
+
+#: Seconds that a broken data connection waits for the scheduler's message about a death.
+VERDICT_SECONDS = 1.0
+
+
+def patience(config: Config, elastic: bool) -> float:
+    """Seconds for which the scheduler may explain a broken data connection.
+
+    A machine without power is noticed by its silence, on each connection at another time. The times
+    differ by up to an interval of the heartbeats. The scheduler may have fallen silent, too, later
+    than that machine. Its silence then shows that there is no verdict. In a job that cannot go on,
+    the time only decides which error is shown.
+    """
+    if not elastic or config.heartbeat_interval <= 0:
+        return VERDICT_SECONDS
+    silence = config.heartbeat_interval + config.heartbeat_timeout
+    return VERDICT_SECONDS + config.heartbeat_interval + silence
 
 
 def why_silent(address: str, port: int) -> str:

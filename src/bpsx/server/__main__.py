@@ -22,7 +22,7 @@ from bpsx.kernels import loading
 from bpsx.kernels.plugins import import_compressors
 from bpsx.scheduler import failing
 from bpsx.scheduler.client import Link, Report
-from bpsx.scheduler.waiting import introduce
+from bpsx.scheduler.waiting import introduce, patience
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
 from bpsx.server.marks import Marks
@@ -111,7 +111,11 @@ class Server:
             )
             self._reporter.attach(link.send, self._stats, welcome["job"])
             self._broken = Broken(
-                endpoints, dict(welcome["peers"]), welcome["processes"], config.heartbeat_timeout
+                endpoints,
+                dict(welcome["peers"]),
+                welcome["processes"],
+                # A worker that has lost all its lanes must see its own verdict first.
+                max(config.heartbeat_timeout, 2 * patience(config, self._elastic)),
             )
             self._marks = Marks(
                 welcome["size"],

@@ -18,8 +18,9 @@ from bpsx.local.group import Neighbourhood
 from bpsx.planning.partitioner import whole_pages
 from bpsx.scheduler import failing
 from bpsx.scheduler.client import Link
+from bpsx.scheduler.waiting import patience
 from bpsx.session.lane_contact import connect_lanes, greet_lanes
-from bpsx.session.lanes import Lanes, patience
+from bpsx.session.lanes import Lanes
 from bpsx.system.fork import keep_from_children
 from bpsx.system.host import keep_memory, own_host, require_descriptors
 from bpsx.system.logs import configure

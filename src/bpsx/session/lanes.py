@@ -11,22 +11,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bpsx.config import Config
+from bpsx.scheduler.waiting import VERDICT_SECONDS
 from bpsx.system.address import is_here
 
 connections = logging.getLogger("bpsx.connections")
-#: Seconds that a broken data connection waits for the scheduler's message about a death.
-VERDICT_SECONDS = 1.0
-
-
-def patience(config: Config, elastic: bool) -> float:
-    """Seconds for which the scheduler may explain a broken data connection.
-
-    A machine without power is noticed by its silence, on each connection at another time. The times
-    differ by up to an interval of the heartbeats. In a job that cannot go on they only decide which
-    error is shown.
-    """
-    return VERDICT_SECONDS + (config.heartbeat_interval if elastic else 0.0)
+#: Seconds that a scheduler has which was started again, for connections that broke before.
+_AGAIN_SECONDS = 4.0
 
 
 class Lanes:
@@ -55,6 +45,7 @@ class Lanes:
         # why it could not.
         self._coming: set[int] = set()
         self._failures: dict[int, str] = {}
+        self._reported: set[int] = set()  # servers that the scheduler has heard of as broken
 
     @property
     def servers(self) -> list[int]:
@@ -156,9 +147,31 @@ class Lanes:
         return self._lost.get(lane, "")
 
     def restart(self) -> None:
-        """Give the scheduler the whole time again: there was none until now."""
-        now = time.monotonic()
-        self.broken = {lane: (now, text) for lane, (_, text) in self.broken.items()}
+        """Give the scheduler time again: there was none until now.
+
+        It is there, so it need not have the time in which it may be silent.
+        """
+        since = time.monotonic() + min(0.0, _AGAIN_SECONDS - self._patience)
+        self.broken = {lane: (since, text) for lane, (_, text) in self.broken.items()}
+        self._reported.clear()
+
+    def take_suspects(self) -> list[int]:
+        """The servers, each once, whose end the scheduler should have explained, if others work.
+
+        If no connection works, this worker itself is to blame, perhaps.
+        """
+        now, of = time.monotonic(), self.servers
+        ended = {of[lane] for lane in self.broken if lane >= 0}
+        others = {of[i] for i in range(len(of)) if i not in self._lost and i not in self._coming}
+        others -= ended
+        if not others or -1 in self.broken:
+            return []
+        late = {
+            of[lane] for lane, (since, _) in self.broken.items() if now - since >= VERDICT_SECONDS
+        }
+        late -= self._reported
+        self._reported |= late
+        return sorted(late)
 
     def verdict(self) -> str:
         """Which lane is gone, once the scheduler has had time to name a cause; or ""."""

@@ -296,6 +296,12 @@ class Liveness(Declarations):
         self._life.move(Event.CORE_FAILS)
         self._end_pending(Status.DEVICE, text)
 
+    def _report_broken(self, away: bool) -> None:
+        """Have the scheduler replace servers that this worker does not reach any more."""
+        if self._link is not None and self._link.outlives_scheduler and not away:
+            for server in self._lanes.take_suspects():
+                self._link.send("BROKEN", server=server)
+
     def _tick(self) -> None:
         """Check for broken connections, report waits, and free finished handles; called once a
         second.
@@ -305,6 +311,7 @@ class Liveness(Declarations):
         """
         self._lanes.note_mute(self._core.mute)
         away = self._link is not None and self._link.away
+        self._report_broken(away)
         if not away and (gone := self._lanes.verdict()):
             self._peer_lost(gone)
         if self.state not in OVER and self._core.failed:
