@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator
 
+from bench import elastic_torchft
 from bench.jobs import progress
 from bench.mortal_job import ROLES, MortalJob, Watch
 from bench.report import BenchError, Case
@@ -24,8 +25,8 @@ def committed(
 ) -> list[Case]:
     """Kill one process in each ``every`` steps of ``seconds`` seconds, and another comes at once.
 
-    Returns the share of steps that count, and the number of those that do not. Raises
-    :class:`BenchError` if the job fails.
+    Returns the share of steps that count, the number of those that do not, and torchft's share.
+    Raises :class:`BenchError` if the job fails.
     """
     progress(f"committed, a death in {every:g} steps: {steps} steps")
     job = MortalJob(ROLES, WORKERS, SERVERS, transport, steps=steps, seconds=seconds, rng=rng)
@@ -57,6 +58,7 @@ def committed(
             samples=(verdict.discarded,),
             note=f"in {steps} steps; {sum(job.again.values())} newcomers had to start twice",
         ),
+        elastic_torchft.committed(rng, WORKERS, every, _moments(every, rng), steps, seconds),
     ]
 
 
