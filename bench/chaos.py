@@ -3,10 +3,11 @@
 Every 0.5 to 2 s a worker, a server or the scheduler is killed, stopped, cut off or asked to leave
 (:mod:`bench.deaths`). In every fourth case it goes together with the one before, in every fourth a
 moment later. Another worker or server is started at once, another scheduler up to 2 s later. A
-scheduler lives for at least 4 s, as it waits for 3 s (BPSX_GATHER_GRACE) for processes that have
-died with the one before. No step may take 10 s, besides the time in which a silent process does not
-count as dead. In each step all workers must have the weights that follow from who was in its sums.
-In a job that loses no workers all must be in, so that the weights are those of an undisturbed job.
+scheduler lives for at least 4 s (7.5 s where processes fall silent), as it waits for 3 s
+(BPSX_GATHER_GRACE) for processes that have died with the one before. No step may take 10 s, besides
+the time in which a silent process does not count as dead. In each step all workers must have the
+weights that follow from who was in its sums. In a job that loses no workers all must be in, so that
+the weights are those of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EVERY = (0.5, 2.0)
 SOON = (0.02, 0.3)
 #: Most seconds for which a job has no scheduler.
 AWAY = 2.0
-#: Seconds for which a scheduler lives at least.
+#: Seconds for which a scheduler lives at least; with silent processes longer, by their silence.
 REST = 4.0
 #: Deaths in one job.
 DEATHS = 12
@@ -157,7 +158,7 @@ def run(options: argparse.Namespace) -> list[Case]:
                 seconds=_COMPUTATION,
                 rng=rng,
                 away=AWAY,
-                rest=REST,
+                rest=REST + (deaths.SILENCE if {*kinds} & {*deaths.SILENT} else 0.0),
                 kinds=kinds if links else [kind for kind in kinds if kind != "cut"],
                 links=links,
                 logs=Path(options.logs) / f"job {course.jobs}" if options.logs else None,

@@ -6,6 +6,7 @@
 * *term*: SIGTERM. Servers hand over and workers leave, with status 0.
 
 A process that comes back after *stop* or *cut* must end with an error that says what has happened.
+It may stay in the job if no scheduler has seen its silence.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Going:
 
     ``where``: its place in the network. ``struck``, ``back``: when, by the monotonic clock.
     ``early``: another process comes in its place before it is back, at the time ``due``.
+    ``may_stay``: no scheduler has seen all of its silence; ``stays``: it is still in the job.
     """
 
     kind: str
@@ -76,6 +78,8 @@ class Going:
     back: float
     due: float = 0.0
     early: bool = False
+    may_stay: bool = False
+    stays: bool = False
     returned: bool = False
 
     def strike(self, links: Links | None) -> None:
@@ -86,7 +90,7 @@ class Going:
             self.process.send_signal(_SIGNALS[self.kind])
 
     def tend(self, links: Links | None) -> bool:
-        """Let it go on when its time has come; returns whether it has ended.
+        """Let it go on when its time has come; returns whether it has ended, or stays.
 
         Raises :class:`BenchError` if it does not end in time.
         """
@@ -96,6 +100,9 @@ class Going:
         if self.process.poll() is not None:
             return True
         if now >= self.back + PATIENCE:
+            if self.may_stay:
+                self.stays = True
+                return True
             raise BenchError(f"{self} has not ended after {PATIENCE:g} s")
         return False
 

@@ -76,6 +76,13 @@ class Diary:
                 bits = tuple(map(int, rest[1].split(",")))
                 self.ended.append(Ended(int(step), float(at), int(rest[0]), bits))
 
+    def revive(self) -> None:
+        """The process has been part of the job all the time."""
+        self.killed, self.until, self._read = False, math.inf, 0
+        self.begun.clear()
+        self.ended.clear()
+        self.read()
+
     @property
     def attempts(self) -> int:
         """Number of steps that were begun, without the one in which the process was killed."""

@@ -316,12 +316,20 @@ class MortalJob:
 
     def _tend_going(self, going: Going) -> None:
         """Let another process come in the place of one that goes, when its time has come."""
-        if going.early and time.monotonic() >= going.due:
+        if going.kind in deaths.SILENT and not going.returned and going.role != "scheduler":
+            going.may_stay |= not self._has_rested
+        if going.early and not going.may_stay and time.monotonic() >= going.due:
             going.early = False
             self._take_place(going)
         if not going.tend(self._links):
             return
         self._going.remove(going)
+        if going.stays:
+            self._note(f"{going}: is still in the job")
+            for member in self._members:
+                if member.child.process is going.process:
+                    member.diary.revive()
+            return
         self._note(f"{going}: ended with status {going.process.returncode}")
         if going.fault:
             self._faults.append(going.fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,31 @@ def test_a_step_that_is_made_again_does_not_count_twice(job: Simulated) -> None:
     writers[0].begun(1)  # and never ended, though nobody killed it
     verdict = job.judge()
     assert (verdict.begun, verdict.counted, verdict.discarded) == (5, 3, 2)
+
+
+def test_what_a_process_does_after_it_was_cut_off_does_not_count(job: Simulated) -> None:
+    writer = job.start(0)
+    (diary,) = job.diaries
+    writer.begun(0)
+    diary.read()
+    diary.killed, diary.until = True, time.monotonic()
+    writer.ended(0, 1, [1])
+    writer.begun(1)
+    diary.read()
+    assert (diary.begun, diary.ended, diary.attempts) == ([0], [], 0)
+    diary.revive()  # it was part of the job all the time
+    assert (diary.begun, len(diary.ended), diary.attempts) == ([0, 1], 1, 2)
+
+
+def test_the_longest_step_is_without_silences(job: Simulated) -> None:
+    job.start(0)
+    (diary,) = job.diaries
+    steps = [(0, 10.0), (1, 11.0), (2, 21.0), (3, 24.0)]
+    diary.ended = [job.diary.Ended(step, at, 0, (1,)) for step, at in steps]
+    silences = [(12.0, 15.0), (14.0, 18.0), (13.0, 14.0), (20.5, 22.0)]
+    assert job.diary.judge(job.diaries, PLACES).longest == 10.0
+    verdict = job.diary.judge(job.diaries, PLACES, silences=silences)
+    assert verdict.longest == 3.5 and verdict.median == 3.0
 
 
 def test_half_a_line_is_read_when_it_is_whole(job: Simulated) -> None:

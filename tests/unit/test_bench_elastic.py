@@ -65,7 +65,7 @@ def test_a_job_with_other_weights_is_counted(load: Any) -> None:
     assert (discarded.value, discarded.met) == (1, False)
 
 
-def test_wrong_arguments_are_named(load: Any) -> None:
+def test_wrong_arguments_are_named(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic, chaos = load("elastic"), load("chaos")
     with pytest.raises(elastic.BenchError, match="other-gap"):
         elastic.run(argparse.Namespace(only="other-gap", seed=1, quick=True))
@@ -75,6 +75,44 @@ def test_wrong_arguments_are_named(load: Any) -> None:
         chaos.run(argparse.Namespace(roles="worker", servers=1, workers=2))
     with pytest.raises(chaos.BenchError, match="unknown: launcher"):
         chaos.run(argparse.Namespace(roles="server,launcher", servers=2, workers=2))
+    given = {"roles": "server", "servers": 2, "workers": 2}
+    with pytest.raises(chaos.BenchError, match="unknown: freeze"):
+        chaos.run(argparse.Namespace(kinds="kill,freeze", **given))
+    monkeypatch.setattr(load("deaths"), "why_no_cuts", lambda: "no root")
+    with pytest.raises(chaos.BenchError, match="cut: no root"):
+        chaos.run(argparse.Namespace(kinds="cut", **given))
+    assert load("deaths").allowed("all") == ["kill", "stop", "term"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "text", "wrong"),
+    [
+        ("stop", 1, "worker 1: this worker is not awaited any more: worker 1 is gone: cut", False),
+        ("stop", 0, "the job is gone: worker 1 is gone", True),
+        ("cut", 1, "KeyError: 3", True),
+        ("cut", -9, "worker 1 is gone", True),
+        ("term", 0, "", False),
+        ("term", 1, "worker 1 is gone", True),
+    ],
+)
+def test_the_end_of_a_struck_process_is_checked(
+    load: Any, tmp_path: Path, kind: str, status: int, text: str, wrong: bool
+) -> None:
+    deaths, log = load("deaths"), tmp_path / "log"
+    log.write_text(text)
+    process = argparse.Namespace(pid=7, returncode=status)
+    going = deaths.Going(kind, "worker", 1, "worker 1", process, log, 0.0, 0.0)
+    assert bool(going.fault) == wrong, going.fault
+
+
+def test_a_peer_that_is_not_there_has_a_row_that_says_so(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchft = load("elastic_torchft")
+    monkeypatch.setattr(torchft.importlib.util, "find_spec", lambda name: None)
+    case = torchft.committed(None, 4, 6.0, iter(()), 10, 0.1)
+    assert (case.case, case.value, case.unit) == ("torchft-6", 0, "runs")
+    assert "torchft is not installed" in case.note
 
 
 def test_the_picture_shows_the_gaps(load: Any, tmp_path: Path) -> None:

@@ -174,6 +174,35 @@ def test_a_lane_that_stays_broken_is_noted_once() -> None:
     assert lanes.verdict() == ""
 
 
+def test_a_server_is_suspected_once_if_others_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint, now = Endpoint(), [0.0]
+    monkeypatch.setattr("bpsx.session.lanes.time.monotonic", lambda: now[0])
+    lanes = two_servers(endpoint, wait=10.0)
+    endpoint.broken = [3]
+    lanes.take_broken()
+    assert lanes.take_suspects() == [], "the scheduler needs a moment"
+    now[0] = VERDICT_SECONDS
+    assert lanes.take_suspects() == [1] and lanes.take_suspects() == []
+    lanes.restart()
+    assert lanes.take_suspects() == [1], "another scheduler has not heard of it"
+    assert lanes.verdict() == "", "that scheduler needs a moment, too"
+    now[0] += 5.0
+    assert lanes.verdict() != ""
+
+
+@pytest.mark.parametrize("broken", [[0, 2], [-1]])
+def test_a_worker_that_reaches_no_server_suspects_none(broken: list[int]) -> None:
+    endpoint = Endpoint()
+    lanes = two_servers(endpoint, wait=VERDICT_SECONDS)
+    endpoint.broken = broken
+    lanes.take_broken()
+    lanes.restart()
+    time.sleep(VERDICT_SECONDS + 0.1)
+    assert lanes.take_suspects() == [] and lanes.verdict() != ""
+
+
 def test_a_job_that_may_go_on_waits_for_silence_to_be_noticed() -> None:
     """The scheduler's own silence, which may begin just before it would notice the server's."""
     times = {"heartbeat_interval": 4.0, "heartbeat_timeout": 10.0}

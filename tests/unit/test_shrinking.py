@@ -199,3 +199,49 @@ def test_a_leaver_that_dies_while_lanes_wait_for_it_is_lost():
     assert terms and terms[0]["dropped"] == [0] and terms[0]["living"] == 1
     moved(m, b"w2", 2)
     assert m.terms.state is Handover.SETTLING and m.state is JobState.RUNNING
+
+
+def test_a_server_that_a_worker_does_not_reach_any_more_is_replaced():
+    m = shrinking(3, 2)
+    out = m.broken(b"w0", {"server": 1}, 0.5)
+    assert kinds(out) == {b"s1": "LOST", **dict.fromkeys((b"w0", b"w1", b"w2", b"s0"), "TERM")}
+    text = "server 1 (h, pid 901) is gone: its connection to worker 0 (h, pid 100) broke"
+    assert dict(out)[b"s1"]["text"] == f"this server has been replaced: {text}"
+    assert m.broken(b"w1", {"server": 1}, 0.5) == [], "all know"
+    assert m.broken(b"w1", {"server": 0}, 0.5) == [], "no other server is left"
+    assert m.state is JobState.RUNNING
+
+
+@pytest.mark.parametrize("who", [b"w1", b"s0", b"nobody"])
+def test_only_a_living_worker_may_have_a_server_replaced(who):
+    m = shrinking(3, 2)
+    m.gone(b"w1", "cut")
+    assert m.broken(who, {"server": 1}, 0.5) == []
+
+
+def test_a_server_stays_in_a_job_that_cannot_replace_it():
+    m = running(2, 2, BPSX_ELASTIC="off")
+    assert m.broken(b"w0", {"server": 1}, 0.5) == [] and m.state is JobState.RUNNING
+
+
+def test_a_scheduler_that_loses_all_workers_does_not_know_that_the_job_has_failed():
+    """It may have been silent itself."""
+    m = shrinking(2)
+    m.gone(b"w0", "cut")
+    assert not m.unheard
+    m.gone(b"w1", "cut")
+    assert m.state is JobState.FAILED and m.unheard and m.deserted
+
+
+def test_a_worker_that_has_heard_of_the_failure_proves_it():
+    m = running(2, 1, BPSX_ELASTIC="servers")
+    m.gone(b"w0", "cut")
+    assert m.state is JobState.FAILED and m.unheard and not m.deserted
+    m.bye(b"w1", {"failure": "worker 0 is gone"})
+    assert not m.unheard and not m.deserted
+
+
+def test_a_job_that_is_not_elastic_has_failed_when_a_worker_is_gone():
+    m = running(2, 1, BPSX_ELASTIC="off")
+    m.gone(b"w0", "cut"), m.gone(b"w1", "cut")
+    assert m.state is JobState.FAILED and not m.unheard

@@ -64,6 +64,8 @@ class Membership(Growing):
         #: Whether the job failed because a connection ended, and no worker has said BYE since. It
         #: may be this scheduler that was silent, and the job may go on with another one.
         self.unheard = False
+        #: Whether a node has come back since: the job does go on.
+        self.lives_on = False
 
     def _start(self) -> list[Output]:
         workers, servers = self._of("worker"), self._of("server")
@@ -465,6 +467,7 @@ class Membership(Growing):
         if (
             self.state is not JobState.RUNNING
             or worker is None
+            or worker.role != "worker"
             or worker.left
             or server is None
             or len(self._roster.usable_servers()) < 2
@@ -557,6 +560,8 @@ class Membership(Growing):
 
     def everybody_left(self) -> bool:
         """Whether all nodes of an ended job have left, so that no message is due any more."""
+        if self.lives_on:
+            return True
         return self.state in (JobState.DONE, JobState.FAILED) and not (
             self._roster.live or self._roster.live_servers
         )
@@ -564,4 +569,4 @@ class Membership(Growing):
     @property
     def deserted(self) -> bool:
         """Whether the job has failed here only, as far as this scheduler can know."""
-        return self.unheard and not self._roster.live
+        return self.unheard and (self.lives_on or not self._roster.live)

@@ -53,6 +53,7 @@ class Rebuilding(Membership):
     def come_back(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """Handle AGAIN: a node introduces itself to another scheduler than before."""
         if self.unheard:
+            self.lives_on = True
             return [_refuse(ident, _SILENT, over=False)]
         if self.state is not JobState.WAITING:
             if self.state is not JobState.FAILED and m["job"] == self.job and _leaves(m):
