@@ -27,8 +27,8 @@ def patience(config: Config, elastic: bool) -> float:
     """
     if not elastic or config.heartbeat_interval <= 0:
         return VERDICT_SECONDS
-    silence = config.heartbeat_interval + config.heartbeat_timeout
-    return VERDICT_SECONDS + config.heartbeat_interval + silence
+    silence: float = config.heartbeat_interval + config.heartbeat_timeout
+    return float(VERDICT_SECONDS + config.heartbeat_interval + silence)
 
 
 def why_silent(address: str, port: int) -> str:
