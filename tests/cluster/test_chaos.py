@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed one after the other: ``bench chaos``, by a count, and
+"""Jobs whose processes are struck one after the other: ``bench chaos``, by a count, and
 ``bench elastic --only committed``.
 """
 
@@ -11,32 +11,39 @@ import re
 from pathlib import Path
 
 import pytest
+from network import needed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("workers", "transport", "roles"),
+    ("workers", "transport", "roles", "kinds"),
     [
-        (2, "shm", "server,scheduler"),
-        (3, "tcp", "worker,server,scheduler"),
-        (4, "zmq", "worker,server,scheduler"),
+        (2, "shm", "server,scheduler", "kill"),
+        (2, "shm", "server,scheduler", "stop,term"),
+        (3, "tcp", "worker,server,scheduler", "kill,stop"),
+        (4, "zmq", "worker,server,scheduler", "kill,term"),
+        pytest.param(3, "zmq", "worker,server,scheduler", "cut", marks=needed),
     ],
 )
-def test_survivors_count_each_step_with_the_right_weights(monkeypatch, workers, transport, roles):
+def test_survivors_count_each_step_with_the_right_weights(
+    monkeypatch, workers, transport, roles, kinds
+):
     monkeypatch.syspath_prepend(str(ROOT))
     chaos = importlib.import_module("bench.chaos")
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     options = argparse.Namespace(
         minutes=0,
-        kills=5,
+        kills=4,
         seed=seed,
         workers=workers,
         servers=2,
         roles=roles,
+        kinds=kinds,
         transport=transport,
+        logs="",
         quick=False,
     )
     equal, discarded, longest = chaos.run(options)
@@ -44,7 +51,9 @@ def test_survivors_count_each_step_with_the_right_weights(monkeypatch, workers, 
     assert discarded.met, discarded
     assert longest.met, longest
     killed = re.findall(r"(\d+) (?:workers|servers|schedulers)", longest.note)
-    assert len(killed) == 3 and sum(map(int, killed)) == 5, longest
+    assert len(killed) == 3 and sum(map(int, killed)) == 4, longest
+    struck = dict(re.findall(r"(\w+) (\d+)[,)]", longest.note))
+    assert {*struck} <= {*kinds.split(",")} and sum(map(int, struck.values())) == 4, longest
 
 
 @pytest.mark.timeout(300)

@@ -100,6 +100,8 @@ class Node:
                 self.resume()
                 if self.bye is not None:
                     self.send("BYE", failure=self.bye)
+            elif m["type"] == "REFUSED" and not m["over"]:
+                self.state = "orphaned"
             elif m["type"] == "REFUSED":
                 self.over, self.lost, self.state = True, m["reason"], "over"
             elif m["type"] == "GOODBYE":

@@ -330,8 +330,9 @@ def test_a_server_that_comes_too_late_is_told_so() -> None:
     assert world.hub is not None and world.hub.state is JobState.RUNNING
     world.act(late)
     late.take()
-    assert late.over and "replaced" in late.lost
+    assert not late.over, "no worker has heard that it has been replaced"
     world.settle()
+    assert late.over and "replaced" in late.lost
     all_is_well_but(world, late)
 
 

@@ -117,6 +117,23 @@ def test_a_lost_worker_that_comes_back_is_told_so():
     assert lost.over and "this worker is not awaited any more" in lost.lost
 
 
+def test_nobody_ends_before_a_worker_confirms_that_the_job_goes_on_without_it():
+    """The scheduler was silent, and worker 2, whose connection has not ended, is silent, too."""
+    world = World(3, 2, elastic="shrink")
+    world.settle()
+    back = [*world.workers[:2], world.nodes[0]]  # and a server
+    for node in back:
+        world.bury(node)
+        node.state = "orphaned"
+    for node in back:
+        node.introduce()
+        while node.outbox:
+            world.act(node)
+        while node.inbox:
+            node.take()
+    assert world.hub.state is JobState.RUNNING and not any(node.over for node in back)
+
+
 def test_the_job_ends_well_without_the_lost():
     m = shrinking(3)
     m.gone(b"w1", "cut")

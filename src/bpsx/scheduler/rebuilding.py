@@ -22,6 +22,7 @@ from bpsx.scheduler.terms import Told
 
 #: Why a server is refused that was about to join.
 _SILENT = "this scheduler had lost its connections to all workers, and ends"
+_ALONE = "this scheduler does not know yet whether the job goes on with it"
 _STRANGER = "this server had not joined the job when its scheduler died: start it again"
 
 
@@ -55,6 +56,8 @@ class Rebuilding(Membership):
         if self.unheard:
             self.lives_on = True
             return [_refuse(ident, _SILENT, over=False)]
+        if self._may_be_alone(m):
+            return [_refuse(ident, _ALONE, over=False)]
         if self.state is not JobState.WAITING:
             if self.state is not JobState.FAILED and m["job"] == self.job and _leaves(m):
                 return [(ident, {"type": "GOODBYE"})]  # it has left, and has not heard so
@@ -67,6 +70,19 @@ class Rebuilding(Membership):
         )
         job.add(report)
         return []
+
+    def _may_be_alone(self, m: dict[str, Any]) -> bool:
+        """Whether this scheduler has lost nodes, and no worker confirms that the job goes on so.
+
+        If it was silent or cut off, all of them live. It then loses the other workers, too. Until
+        it does, or one confirms, no node may end: AGAIN ``m`` comes anew in a second.
+        """
+        return (
+            self.state is JobState.RUNNING
+            and m["job"] == self.job
+            and self.terms is not None
+            and self.terms.number > self.confirmed
+        )
 
     def known(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle KNOWN: a worker's declarations, in parts."""
@@ -183,6 +199,7 @@ class Rebuilding(Membership):
             for r in servers.values():
                 out += [(r.ident, resumed), (r.ident, {"type": "END"})]
             return out
+        self.confirmed = len(longest.terms)
         self._restore_tensors(job, longest, known, replaced, now)
         self._move(JobEvent.REBUILT)
         out += [(r.ident, resumed) for r in back]

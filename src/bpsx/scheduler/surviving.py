@@ -133,6 +133,8 @@ class Surviving(Gathering):
         self._joins = Joins()
         self._sender_left: Node | None = None  # the first that left in good order
         self._history: list[dict[str, Any]] = []  # all TERMs
+        #: The latest term of which some worker is known to have heard.
+        self.confirmed = 0
 
     def _fail(self, text: str) -> list[Output]:
         """End the job as failed."""
@@ -263,6 +265,7 @@ class Surviving(Gathering):
         running = self.state is JobState.RUNNING
         if node is None or node.left or not running or self.terms is None:
             return []
+        self.confirmed = max(self.confirmed, m["term"])
         needs = self.terms.moved(ident, m["term"], m["partitions"], m["again"], now)
         if needs:
             return self._fail_missed(node, needs, f"{m['again']} bytes that it had pushed there")
