@@ -387,6 +387,17 @@ def test_a_failure_that_only_some_had_heard_of_ends_the_job_for_all() -> None:
     assert all("worker 1" in n.lost for n in world.nodes)
 
 
+def test_a_failure_of_which_only_a_server_has_heard_is_the_end_of_that_server() -> None:
+    """A scheduler that was silent has told it so; all workers are back, and know of none."""
+    world = World(2, 3)
+    server = next(n for n in world.nodes if isinstance(n, Server))
+    server.lost = "the job has failed: worker 0 is gone"
+    world.kill_hub()
+    world.settle()
+    assert server.over
+    all_is_well_but(world, server)
+
+
 @pytest.mark.parametrize("heard", [0, 1, 2])
 def test_a_late_server_that_was_sent_away_does_not_end_the_job(heard: int) -> None:
     """It had been told why, and ``heard`` of the workers that it is gone."""

@@ -124,7 +124,7 @@ class Returning:
     def servers(self) -> dict[int, Report]:
         """The servers that are back, by rank. Workers, if some are back, know all of them.
 
-        Without those that have been sent away before they had keys.
+        Without those that have failed.
         """
         back, known, away = self._whole("server"), self.known_servers, self._sent_away()
         if self.longest is None:
@@ -136,9 +136,11 @@ class Returning:
         }
 
     def _sent_away(self) -> set[int]:
-        """Late servers without keys that have failed: that was their end, not that of the job."""
-        back = self._whole("server")
-        return {rank for rank in self.unused_servers() if rank in back and back[rank].failure}
+        """Servers that have failed: that was their end, not that of the job.
+
+        A scheduler that was silent may have told them that the job has failed. Workers know better.
+        """
+        return {rank for rank, server in self._whole("server").items() if server.failure}
 
     def strangers(self) -> list[Report]:
         """Servers of which no worker has heard: they had not joined when the scheduler died."""
