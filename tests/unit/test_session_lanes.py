@@ -184,23 +184,25 @@ def test_a_server_is_suspected_once_if_others_can_be_reached(
     lanes.take_broken()
     assert lanes.take_suspects() == [], "the scheduler needs a moment"
     now[0] = VERDICT_SECONDS
-    assert lanes.take_suspects() == [1] and lanes.take_suspects() == []
+    assert lanes.take_suspects() == [(1, False)] and lanes.take_suspects() == []
     lanes.restart()
-    assert lanes.take_suspects() == [1], "another scheduler has not heard of it"
+    assert lanes.take_suspects() == [(1, False)], "another scheduler has not heard of it"
     assert lanes.verdict() == "", "that scheduler needs a moment, too"
     now[0] += 5.0
     assert lanes.verdict() != ""
 
 
-@pytest.mark.parametrize("broken", [[0, 2], [-1]])
-def test_a_worker_that_reaches_no_server_suspects_none(broken: list[int]) -> None:
+@pytest.mark.parametrize(("broken", "suspects"), [([0, 2], [(0, True), (1, True)]), ([-1], [])])
+def test_a_worker_that_reaches_no_server_says_so(
+    broken: list[int], suspects: list[tuple[int, bool]]
+) -> None:
     endpoint = Endpoint()
     lanes = two_servers(endpoint, wait=VERDICT_SECONDS)
     endpoint.broken = broken
     lanes.take_broken()
     lanes.restart()
     time.sleep(VERDICT_SECONDS + 0.1)
-    assert lanes.take_suspects() == [] and lanes.verdict() != ""
+    assert lanes.take_suspects() == suspects and lanes.verdict() != ""
 
 
 def test_a_job_that_may_go_on_waits_for_silence_to_be_noticed() -> None:

@@ -220,25 +220,36 @@ def test_a_leaver_that_dies_while_lanes_wait_for_it_is_lost():
 
 def test_a_server_that_a_worker_does_not_reach_any_more_is_replaced():
     m = shrinking(3, 2)
-    out = m.broken(b"w0", {"server": 1}, 0.5)
+    out = m.broken(b"w0", {"server": 1, "alone": False}, 0.5)
     assert kinds(out) == {b"s1": "LOST", **dict.fromkeys((b"w0", b"w1", b"w2", b"s0"), "TERM")}
     text = "server 1 (h, pid 901) is gone: its connection to worker 0 (h, pid 100) broke"
     assert dict(out)[b"s1"]["text"] == f"this server has been replaced: {text}"
-    assert m.broken(b"w1", {"server": 1}, 0.5) == [], "all know"
-    assert m.broken(b"w1", {"server": 0}, 0.5) == [], "no other server is left"
+    assert m.broken(b"w1", {"server": 1, "alone": False}, 0.5) == [], "all know"
+    assert m.broken(b"w1", {"server": 0, "alone": False}, 0.5) == [], "no other server is left"
     assert m.state is JobState.RUNNING
+
+
+def test_a_server_is_replaced_if_all_workers_say_that_they_reach_none():
+    """The last one: the job waits for another. One worker alone may be to blame itself."""
+    m = shrinking(2, 1)
+    m.elastic_wait = 5.0
+    assert m.broken(b"w0", {"server": 0, "alone": True}, 0.5) == []
+    assert m.broken(b"w0", {"server": 0, "alone": True}, 0.6) == []
+    out = m.broken(b"w1", {"server": 0, "alone": True}, 0.7)
+    assert kinds(out) == {b"s0": "LOST", b"w0": "GONE", b"w1": "GONE"}
+    assert m.state is JobState.RUNNING and m.starvation is not None
 
 
 @pytest.mark.parametrize("who", [b"w1", b"s0", b"nobody"])
 def test_only_a_living_worker_may_have_a_server_replaced(who):
     m = shrinking(3, 2)
     m.gone(b"w1", "cut")
-    assert m.broken(who, {"server": 1}, 0.5) == []
+    assert m.broken(who, {"server": 1, "alone": False}, 0.5) == []
 
 
 def test_a_server_stays_in_a_job_that_cannot_replace_it():
     m = running(2, 2, BPSX_ELASTIC="off")
-    assert m.broken(b"w0", {"server": 1}, 0.5) == [] and m.state is JobState.RUNNING
+    assert m.broken(b"w0", {"server": 1, "alone": False}, 0.5) == [] and m.state is JobState.RUNNING
 
 
 def test_a_scheduler_that_loses_all_workers_does_not_know_that_the_job_has_failed():

@@ -64,6 +64,8 @@ class Membership(Growing):
         #: Whether the job failed because a connection ended, and no worker has said BYE since. It
         #: may be this scheduler that was silent, and the job may go on with another one.
         self.unheard = False
+        # The workers that have sent BROKEN, by the server's rank.
+        self._accused: dict[int, set[bytes]] = {}
         #: Whether a node has come back since: the job does go on.
         self.lives_on = False
 
@@ -461,7 +463,8 @@ class Membership(Growing):
         """Handle BROKEN: a worker's connection to a server has ended, and the server lives.
 
         A connection is never made again, so the server is of no use. It is replaced if it can be.
-        ``m``: server, its rank.
+        If the worker reaches no other server, all workers have to say so: its own links may be at
+        fault. ``m``: server, its rank; alone, whether the worker reaches no other one.
         """
         worker, server = self.nodes.get(ident), self._roster.usable_server(m["server"])
         if (
@@ -470,8 +473,14 @@ class Membership(Growing):
             or worker.role != "worker"
             or worker.left
             or server is None
-            or len(self._roster.usable_servers()) < 2
             or self._fixed_servers()
+        ):
+            return []
+        said = self._accused.setdefault(server.rank, set())
+        said.add(ident)
+        doubtful = m["alone"] or len(self._roster.usable_servers()) < 2
+        if doubtful and any(
+            self._speaks(w) and w.ident not in said for w in self._roster.live.values()
         ):
             return []
         why = f"its connection to {worker} broke"

@@ -114,7 +114,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     #: A sender has connected to all lanes of a server that joins the running job, or ``failure``.
     "CONNECTED": {"server": _POSITION, "failure": _TEXT},
     #: A worker's connection to a server has ended, and the hub has not said why.
-    "BROKEN": {"server": _POSITION},
+    #: ``alone``: this worker reaches no other server.
+    "BROKEN": {"server": _POSITION, "alone": (bool, 0, 1)},
     #: A worker has passed so many boundaries; it has stopped; a newcomer has connected.
     "AT": {"meeting": _POSITION, "boundary": (int, 0, 2**62)},
     #: ``names``: what newcomers have to know of names, if MEET has asked for it.

@@ -155,23 +155,23 @@ class Lanes:
         self.broken = {lane: (since, text) for lane, (_, text) in self.broken.items()}
         self._reported.clear()
 
-    def take_suspects(self) -> list[int]:
-        """The servers, each once, whose end the scheduler should have explained, if others work.
+    def take_suspects(self) -> list[tuple[int, bool]]:
+        """The servers, each once, whose end the scheduler should have explained.
 
-        If no connection works, this worker itself is to blame, perhaps.
+        With each, whether no other connection works: this worker itself is to blame, perhaps.
         """
         now, of = time.monotonic(), self.servers
         ended = {of[lane] for lane in self.broken if lane >= 0}
         others = {of[i] for i in range(len(of)) if i not in self._lost and i not in self._coming}
         others -= ended
-        if not others or -1 in self.broken:
+        if -1 in self.broken:
             return []
         late = {
             of[lane] for lane, (since, _) in self.broken.items() if now - since >= VERDICT_SECONDS
         }
         late -= self._reported
         self._reported |= late
-        return sorted(late)
+        return [(server, not others) for server in sorted(late)]
 
     def verdict(self) -> str:
         """Which lane is gone, once the scheduler has had time to name a cause; or ""."""

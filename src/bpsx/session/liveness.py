@@ -299,8 +299,8 @@ class Liveness(Declarations):
     def _report_broken(self, away: bool) -> None:
         """Have the scheduler replace servers that this worker does not reach any more."""
         if self._link is not None and self._link.outlives_scheduler and not away:
-            for server in self._lanes.take_suspects():
-                self._link.send("BROKEN", server=server)
+            for server, alone in self._lanes.take_suspects():
+                self._link.send("BROKEN", server=server, alone=alone)
 
     def _tick(self) -> None:
         """Check for broken connections, report waits, and free finished handles; called once a
