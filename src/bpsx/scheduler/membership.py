@@ -485,7 +485,7 @@ class Membership(Growing):
             return []
         why = f"its connection to {worker} broke"
         text = f"this server has been replaced: {server} is gone: {why}"
-        lost = {"type": "LOST", "text": text, "status": Status.PEER_LOST}
+        lost = lost_message(text)
         return [(server.ident, lost), *self.gone(server.ident, why, now)]
 
     def _remove(self, node: Node) -> None:
