@@ -584,8 +584,8 @@ cdef class Core:
 
     def gauges(self) -> dict:
         """Return the push_pulls under way, partitions that wait to be sent, and bytes handed to the
-        transport and not yet written out; also the bytes of compressed pushes that are logged, and
-        of servers' snapshots that are held, in case a server is lost.
+        transport and not yet written out. In case a server is lost: the bytes of results that are
+        kept, of compressed pushes that are logged, and of servers' snapshots that are held.
         """
         cdef uint32_t i
         queued, in_flight = 0, 0
@@ -594,7 +594,8 @@ cdef class Core:
             in_flight += atomic_load(&self.c.lanes.at[i].in_flight)
         return {
             "outstanding": self.outstanding, "queued": queued, "in_flight": in_flight,
-            "logged": self.c.counters.logged, "held": self.c.counters.held
+            "logged": self.c.counters.logged, "held": self.c.counters.held,
+            "kept": self.c.counters.kept
         }
 
     def counters(self) -> dict:

@@ -227,6 +227,7 @@ def _settled(*items: tuple[int, int]) -> bytes:
 def test_large_results_are_acknowledged_and_forgotten_once_settled(elastic, nbytes):
     r = elastic(nbytes)
     r.round(5)
+    assert r.core.gauges()["kept"] == nbytes
     handle = push_pull(r.core, r.x, array(nbytes), array(nbytes))
     ack, push = r.next(w.ACK, 0), r.next(w.PUSH, 0)
     assert list(struct.iter_unpack("<II", ack.body)) == [(r.slot, 0)]
@@ -236,9 +237,11 @@ def test_large_results_are_acknowledged_and_forgotten_once_settled(elastic, nbyt
     r.endpoint.inject(0, _settled((0, 0)))  # of an earlier round: changes nothing
     r.moves()
     assert r.next(w.HAVE, r.target).flags & w.KEPT
+    assert r.core.gauges()["kept"] == nbytes
     r.endpoint.inject(r.target, _settled((0, 1)))
     r.want(1)
     assert r.next(w.GIVE, r.target).divisor == -Status.PROTOCOL
+    assert r.core.gauges()["kept"] == 0
 
 
 def test_small_results_are_not_acknowledged(elastic):

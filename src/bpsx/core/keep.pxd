@@ -28,6 +28,7 @@ cdef inline void forget_kept(Core *c, Partition *p) noexcept nogil:
     if kept == NULL or not kept.held:
         return
     kept.held = False
+    c.counters.kept -= kept.length
     if kept.in_message:
         kept.in_message = False
         c.endpoint.release(c.endpoint.self, &kept.message)
@@ -90,6 +91,7 @@ cdef inline bint keep_result(
     if kept == NULL:
         return False
     kept.length = length
+    c.counters.kept += length
     # A job that shrinks acknowledges a result at its commit: it may be summed again until then.
     if length > LEAST_ACKNOWLEDGED and not c.settings.shrinks and not note_arrival(
         &c.lanes.at[p.lane], p

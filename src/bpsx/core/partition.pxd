@@ -389,6 +389,7 @@ cdef struct Counters:
     int64_t stale               # records of lost lanes, or of partitions that have moved; ignored
     int64_t logged              # bytes of pushes in the logs, now
     int64_t held                # bytes of snapshots that are held, now
+    int64_t kept                # bytes of outcomes that are kept, now
 
 
 cdef inline uint64_t cookie_of(Partition *p) noexcept nogil:

@@ -153,6 +153,11 @@ METRICS: tuple[Metric, ...] = (
         "in_flight",
     ),
     Metric(
+        "bpsx_kept_bytes",
+        "Bytes of results that a worker keeps until all workers have them.",
+        "kept",
+    ),
+    Metric(
         "bpsx_rounds_total",
         "Rounds (one partition summed over all workers) that a server has closed.",
         "rounds",
