@@ -62,7 +62,7 @@ def test_steps_with_a_death_each_count(monkeypatch):
     elastic_committed = importlib.import_module("bench.elastic_committed")
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    share, discarded = elastic_committed.committed(
+    share, discarded, _ = elastic_committed.committed(
         "zmq", random.Random(seed), every=1.0, steps=8, seconds=0.2
     )
     assert share.value == 100 and discarded.value == 0, (share, discarded)
