@@ -98,6 +98,7 @@ class Going:
         if not self.returned and now >= self.back:
             self.release(links)
         if self.process.poll() is not None:
+            self.release(links)  # another process comes in its place of the network
             return True
         if now >= self.back + PATIENCE:
             if self.may_stay:
