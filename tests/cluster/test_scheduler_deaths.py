@@ -202,6 +202,33 @@ def test_scheduler_and_server_fall_silent_together(order):
         finished(job, servers=[0, 2])
 
 
+def test_a_scheduler_that_was_silent_loses_no_worker():
+    """A worker that was silent, too, would confirm that the others are lost, which live."""
+    env = {"PS_HEARTBEAT_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.5", "BPSX_GATHER_GRACE": "1.5"}
+    with Job(_STEPPING, workers=3, servers=1, env={**env, "BPSX_ELASTIC": "shrink"}) as job:
+        everywhere(job, "running")
+        living, silent = job.workers[:2], job.workers[2]
+        for process in (job.scheduler, silent):
+            process.signal(signal.SIGSTOP)
+        for worker in living:
+            worker.wait_for_line("steps go on without it")
+        time.sleep(3)
+        for process in (silent, job.scheduler):
+            process.signal(signal.SIGCONT)
+        assert job.scheduler.wait() == 1
+        assert "this scheduler was silent for" in job.scheduler.text()
+        job.start_scheduler(int(job.port))
+        assert silent.wait() == 1, "its connections to the servers have broken"
+        for word in ("first", "second"):
+            for worker in living:
+                worker.say("go")
+            for worker in living:
+                worker.wait_for_line(f'["{word}"')
+        for worker in living:
+            assert worker.wait() == 0, "\n".join(p.text() for p in job.processes)
+        assert job.scheduler.wait() == 0, job.scheduler.text()
+
+
 @pytest.mark.parametrize("order", ["scheduler first", "server first"])
 def test_scheduler_and_server_die_together(order):
     """Steps stall until another scheduler has found out that the server is gone."""

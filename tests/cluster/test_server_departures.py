@@ -17,7 +17,7 @@ from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
 from cluster.test_server_deaths_compressed import STEPS, Trained, environment
 from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
 from cluster.test_server_joins import check, kill, launched, training
-from support.jobs import TRANSPORTS, Job, Process
+from support.jobs import TRANSPORTS, Gates, Job, Process
 
 #: Each operation once, each transport several times.
 SOME = list(zip(itertools.cycle(TRANSPORTS), OPERATIONS))
@@ -194,15 +194,15 @@ def test_a_departure_is_quick():
 
 def test_the_launcher_lets_a_server_leave(tmp_path: Path):
     """It is no failure, and the server is not started again."""
-    steps = 60
-    os.mkfifo(tmp_path / "20")
+    steps, gates = 60, Gates(tmp_path)
+    gates.close(20)
     run = launched(tmp_path, steps, "tcp", "--servers", "2", "--max-restarts", "9")
     try:
         run.wait_for_line("[worker 0] 10")
         line = next(line for line in run.errors + run.lines if "arrived: server" in line)
         os.kill(int(re.search(r"server \d+ \(.*?, pid (\d+)\)", line)[1]), signal.SIGTERM)
         run.wait_for_line("other servers take the keys over")
-        (tmp_path / "20").write_text("")
+        gates.open(20)
         assert run.wait() == 0, run.text()
         assert sum(undisturbed(2, steps) in line for line in run.lines) == 2, run.text()
         assert "started again" not in run.text() and "went on without" not in run.text()

@@ -353,7 +353,8 @@ class Job:
         """Plan the restart of a scheduler that has died in a running job; return whether it comes.
 
         A scheduler that has ended the job says so. One that was started again, and could not go on
-        with the job (its port may be in use for a moment), is tried again, too.
+        with the job (its port may be in use for a moment), is tried again, too. So is one that was
+        silent, as when its machine slept.
         """
         seen = self._status
         ran, before = seen.scheduler.runs(), len(seen.restarted)
@@ -366,7 +367,7 @@ class Job:
             or self._worker_ending.begun
             or seen.scheduler.over()
             or seen.scheduler.blame() is not None
-            or not (child.killed or ran <= before)
+            or not (child.killed or ran <= before or seen.scheduler.deserted())
         ):
             return False
         if then := self._restarts.ended(child.name, now):

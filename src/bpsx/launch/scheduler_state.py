@@ -71,6 +71,11 @@ class SchedulerState:
         """Whether a scheduler has ended by itself, and the job with it."""
         return "over\n" in self.text()
 
+    def deserted(self) -> bool:
+        """Whether the latest scheduler has left a job that may go on with another one."""
+        text = self.text()
+        return text.rfind("deserted\n") > text.rfind("running\n")
+
     def freeze(self) -> None:
         """Ignore what the scheduler says from now on about the cause of the job's end.
 

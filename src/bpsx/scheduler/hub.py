@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
@@ -25,7 +26,7 @@ from bpsx.scheduler.gathering import Output, newcomer
 from bpsx.scheduler.observers import KINDS, Observers
 from bpsx.scheduler.rebuilding import Rebuilding
 from bpsx.scheduler.rejections import EVENTS, Refusals
-from bpsx.scheduler.roster import names
+from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.sockets import open_socket
 from bpsx.scheduler.states import JobState
 from bpsx.scheduler.waiting import doubtful_name, loopback_hint
@@ -53,6 +54,8 @@ class Interrupted(Exception):
 #: Longest wait in seconds. Python runs the handler of a signal that arrived just before a wait only
 #: when the wait ends.
 _LONGEST_WAIT = 1.0
+#: Seconds after a silence of the scheduler in which an ended connection counts as due to it.
+_AFTERMATH = 2.0
 
 
 class Hub:
@@ -86,6 +89,8 @@ class Hub:
         # Nodes whose connections have ended; their last messages may still be unread.
         self._gone: list[bytes] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
+        self._looked = time.monotonic()  # when it has last waited for events
+        self._silence, self._silent_until = 0.0, -math.inf  # the latest silence of this process
         self._members = Rebuilding(
             config.num_worker,
             config.num_server,
@@ -226,6 +231,7 @@ class Hub:
         failure = self._members.failure
         if self._members.deserted:
             failure += "; if it lives, it goes on with another scheduler at this address"
+            self._tell_launcher("deserted")
         else:
             self._tell_launcher("over")
         if self._members.survived:
@@ -358,7 +364,11 @@ class Hub:
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         timeout = 0 if self._gone else timeout
+        self._note_silence(time.monotonic() - self._looked)
+        due = time.monotonic() + (math.inf if timeout is None else timeout)
         poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1))
+        self._looked = time.monotonic()
+        self._note_silence(self._looked - due)
         if self._signal:
             os.eventfd_read(self._wake)
             name, self._signal = self._signal, ""
@@ -376,6 +386,24 @@ class Hub:
                 self._unwelcome.append((ident.bytes, message))
             elif message is not None:
                 self._handle(ident.bytes, message)
+
+    def _note_silence(self, late: float) -> None:
+        """Note whether this process has not run for so long that nodes may count it as dead.
+
+        ``late``: seconds since it should have run.
+        """
+        limit = self._config.heartbeat_timeout
+        if self._config.heartbeat_interval > 0 and late >= limit:
+            self._silence, self._silent_until = late, time.monotonic()
+
+    def _lost_by_silence(self, node: Node | None) -> bool:
+        """Whether a node's connection may have ended because this scheduler was silent.
+
+        The node may live, and the job go on with another scheduler: this one must not lose it.
+        """
+        recent = time.monotonic() - self._silent_until < _AFTERMATH
+        running = self._members.state is JobState.RUNNING and self._members.may_lose_scheduler
+        return recent and running and node is not None and not node.left
 
     def _comes_in_vain(self, ident: bytes, message: dict[str, Any]) -> bool:
         """Whether a node will be refused unless connections turn out to have ended.
@@ -430,6 +458,11 @@ class Hub:
                 node or "a former node",
                 "has ended" if node and node.left else "is gone",
             )
+            if self._lost_by_silence(node):
+                why = f"this scheduler was silent for {self._silence:.1f} s, and has lost {node}"
+                self._members.desert(why)
+                self._gone.clear()
+                return
             self._send(self._members.gone(ident, self._broke, time.monotonic()))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:

@@ -575,6 +575,14 @@ class Membership(Growing):
             self._roster.live or self._roster.live_servers
         )
 
+    def desert(self, text: str) -> None:
+        """Give the running job up without a word to its nodes: it may go on with another scheduler.
+
+        ``text``: why.
+        """
+        self._move(JobEvent.LOST, text)
+        self.unheard = self.lives_on = True
+
     @property
     def deserted(self) -> bool:
         """Whether the job has failed here only, as far as this scheduler can know."""

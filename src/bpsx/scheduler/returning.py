@@ -232,15 +232,18 @@ class Returning:
         return self._grace if explained else math.inf
 
     def _wait_for_servers(self) -> float:
-        """Seconds for which absent servers may stay away, after all workers have come."""
+        """Seconds for which absent servers may stay away, after all workers have come.
+
+        A worker that was silent has lost its connections to servers that live.
+        """
         away, longest = self._sent_away(), self.longest
         absent = [rank for rank in self.absent_servers() if rank not in away]
         if not absent or longest is None:
             return 0.0
         of = self.lane_servers
-        ended = {lane for w in self.workers.values() for lane in (*w.broken, *w.gone)}
-        broken = {of[lane] for lane in ended if lane < len(of)}
-        gone = all(rank in broken for rank in absent)
+        senders = [w for rank, w in self.workers.items() if self._sender(rank) == rank]
+        broken = [{of[i] for i in (*w.broken, *w.gone) if i < len(of)} for w in senders]
+        gone = bool(broken) and set.intersection(*broken).issuperset(absent)
         return min(_BROKEN_SECONDS, self._grace) if gone else self._grace
 
     def late(self, now: float) -> bool:
