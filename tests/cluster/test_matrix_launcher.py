@@ -147,6 +147,29 @@ def test_a_killed_scheduler_is_started_again(tmp_path):
         assert f"bpsx-run: {died} (2 times), and was started again" in said
 
 
+def test_a_scheduler_that_was_silent_is_started_again(tmp_path):
+    """It ends by itself when it runs again, and finds that the nodes have left it."""
+    script = tmp_path / "script.py"
+    script.write_text(_NAMES)
+    with launching(tmp_path) as launcher:
+        words = local_words("--workers", "2", "--servers", "2", PY, str(script))
+        quick = {"PS_HEARTBEAT_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.5"}
+        env = {"FOLDER": str(tmp_path), "BPSX_ELASTIC": "servers", **quick}
+        process = launcher.start(words, _FAST | env)
+        wait_for(process, "[worker 0] running", "[worker 1] running")
+        scheduler = role_pids(launcher)["scheduler"]
+        os.kill(scheduler, signal.SIGSTOP)
+        time.sleep(4)  # longer than the nodes' patience
+        os.kill(scheduler, signal.SIGCONT)
+        for n in (1, 2):
+            (tmp_path / str(n)).touch()
+            wait_for(process, *(f"[worker {i}] declared {n} 20.0" for i in (0, 1)))
+        found, _, errors = finish(process)
+        assert found == 0, errors
+        told = "\n".join(errors)
+        assert "this scheduler was silent for" in told and "started again in 0.5 s (1 of 3)" in told
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_scheduler_that_may_not_be_started_again_ends_the_job(tmp_path, number):
     """SIGTERM asks it to end the job; --max-restarts forbids more."""
