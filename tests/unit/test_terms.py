@@ -299,6 +299,7 @@ def test_the_hub_logs_and_tells_the_launcher(caplog, monkeypatch):
     hub: Any = object.__new__(Hub)
     hub._members, hub._socket, hub._gone = elastic(), Socket(), [b"s0"]
     hub._broke, hub._reported, lines = "its connection broke", 0, []
+    hub._silent_until = float("-inf")
     monkeypatch.setattr(hub, "_tell_launcher", lines.append)
     with caplog.at_level(logging.WARNING, "bpsx.scheduler"):
         hub._bury()
