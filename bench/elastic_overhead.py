@@ -1,4 +1,6 @@
-"""What a job costs that survives deaths and in which none dies, against one that does not."""
+"""The case *overhead* of ``bench elastic``: rate, round of many tensors and latency of a job with
+BPSX_ELASTIC=servers in which no process dies, against a job with BPSX_ELASTIC=off.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def overhead(transport: str, starts: int, turns: int) -> list[Case]:
             }
             for turn in range(start * turns, (start + 1) * turns):
                 progress(f"overhead: turn {turn + 1} of {starts * turns}")
-                # What comes second often finds a quieter machine, or a busier one.
+                # The order changes, as the load of the machine changes while the jobs take turns.
                 for name in _ORDERS[turn % len(_ORDERS)]:
                     _measure(jobs[name], name, seconds)
     return [_case(kind, seconds) for kind in _KINDS]

@@ -100,7 +100,7 @@ class Growing(Leaving):
         return [(ident, _status(self._lacks_to_enter(ident, m["rank"])))]
 
     def _lacks_to_enter(self, ident: bytes, rank: int) -> str:
-        """What a newcomer waits for, as it tells its user."""
+        """Return what a newcomer waits for, as text for its log."""
         if there := self._roster.live.get(rank):
             return f"the end of {there}"
         if ident in self._guests():

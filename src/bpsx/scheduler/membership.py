@@ -160,9 +160,7 @@ class Membership(Growing):
             "places": [list(p) for p in self._places_for(node, known.places)],
         }
         out: list[Output] = [(ident, placed)]
-        return (
-            out + self._send_adoptions(node.rank // self.processes) if self.processes > 1 else out
-        )
+        return out + self._send_adoptions(node.rank)
 
     def _places_for(self, node: Node, places: list[Assignment]) -> list[Assignment]:
         """The places of a tensor as a worker has to hear of them.
@@ -265,16 +263,14 @@ class Membership(Growing):
             + self._notify_unjoined()
             + self._release(self._joins.over())
         )
-        return (
-            out + self._send_adoptions(node.rank // self.processes) if self.processes > 1 else out
-        )
+        return out + self._send_adoptions(node.rank)
 
-    def _send_adoptions(self, machine: int) -> list[Output]:
-        """Send a joined root the tensors that only its neighbours have declared.
+    def _send_adoptions(self, rank: int) -> list[Output]:
+        """Send the root of ``rank``, if it has joined, the tensors that only neighbours declared.
 
         A root that has joined sums for its neighbours even what it does not push itself.
         """
-        root = machine * self.processes + self.processes - 1
+        root = self._machine(rank)[-1]
         if self.registry is None or root not in self._joins.joined or root not in self._roster.live:
             return []
         node = self._roster.live[root]
@@ -547,8 +543,7 @@ class Membership(Growing):
         workers, servers = self._roster.live, list(self._roster.live_servers.values())
         out: list[Output] = []
         if node.role == "worker" and self.state is JobState.RUNNING:
-            first = node.rank // self.processes * self.processes
-            neighbours = [workers[r] for r in range(first, first + self.processes) if r in workers]
+            neighbours = self._neighbours(node)
             if self.terms is None or node.rank not in self.terms.dropped:
                 out += [(n.ident, left_message(node)) for n in [*servers, *neighbours]]
             out += self._joins.left(*self._present(), self._roots) + self._notify_unjoined()

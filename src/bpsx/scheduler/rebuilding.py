@@ -416,9 +416,6 @@ class Rebuilding(Membership):
                 shared.append(known[rank])
                 self.terms.admit(rank, self._shares(shared))
 
-    def _speaks_rank(self, rank: int) -> bool:
-        return rank % self.processes == self.processes - 1
-
     # ---- what the nodes lack
 
     def _send_lanes(self, job: Returning, known: dict[int, Node]) -> list[Output]:
@@ -495,9 +492,8 @@ class Rebuilding(Membership):
         for rank in job.left:
             left = left_message(self._roster.workers[rank])
             out += [(r.ident, left) for r in servers.values() if rank not in r.left]
-            first = rank // self.processes * self.processes
-            neighbours = range(first, first + self.processes)
-            out += [(w.ident, left) for r, w in self._roster.live.items() if r in neighbours]
+            machine = self._machine(rank)
+            out += [(w.ident, left) for r, w in self._roster.live.items() if r in machine]
         return out
 
     def _entries_after(self, terms: int) -> int:
@@ -532,8 +528,8 @@ class Rebuilding(Membership):
             out += self._joins.join(rank, *self._present(), self._roots, self.processes)
         out += self._notify_unjoined() + self._release(self._joins.over())
         for rank in joined:
-            if rank in live and self.processes > 1:
-                out += self._send_adoptions(rank // self.processes)
+            if rank in live:
+                out += self._send_adoptions(rank)
         return out
 
 

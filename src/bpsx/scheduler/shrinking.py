@@ -38,11 +38,6 @@ class Shrinking(Balancing):
 
     # ---- machines, where their processes sum among themselves
 
-    def _machine(self, rank: int) -> range:
-        """The ranks of the processes that sum among themselves with ``rank``, which is one."""
-        first = rank - rank % self.processes
-        return range(first, first + self.processes)
-
     def _note_root(self, worker: Node) -> None:
         """Note a worker if it speaks for its machine."""
         if self.processes > 1 and self._speaks(worker):

@@ -250,9 +250,21 @@ class Surviving(Gathering):
                 return f"this {lost.role} {fate}: {text}"
         return ""
 
+    def _machine(self, rank: int) -> range:
+        """The ranks of the workers that sum among themselves with ``rank``, which is one of them.
+
+        The last one speaks to the servers.
+        """
+        first = rank - rank % self.processes
+        return range(first, first + self.processes)
+
+    def _speaks_rank(self, rank: int) -> bool:
+        """Whether worker ``rank`` speaks to the servers."""
+        return rank == self._machine(rank)[-1]
+
     def _speaks(self, node: Node) -> bool:
-        """Whether a worker speaks to the servers."""
-        return node.role == "worker" and node.rank % self.processes == self.processes - 1
+        """Whether a node is a worker that speaks to the servers."""
+        return node.role == "worker" and self._speaks_rank(node.rank)
 
     # ---- the recovery
 
@@ -312,8 +324,7 @@ class Surviving(Gathering):
         terms, registry = self.terms, self.registry
         if terms is None or registry is None or not terms.any_missed:
             return []
-        speaker = node.rank // self.processes * self.processes + self.processes - 1
-        sender = self._roster.live.get(speaker)
+        sender = self._roster.live.get(self._machine(node.rank)[-1])
         if sender is None or terms.awaits(sender.ident):  # its reports may be from before the loss
             return []
         for (name, generation), since in self._stalls.under_way(node.rank):

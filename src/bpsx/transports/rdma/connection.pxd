@@ -166,7 +166,7 @@ cdef struct EndpointState:
     Connection *new
     Connection *all
     Connection *next_to_read
-    Connection *ended           # dropped; somebody may still hold messages in their inboxes
+    Connection *ended           # dropped; messages in their inboxes may still be in use
     int64_t n_released          # messages of those that have been released since the last look
     Peers peers
     # Registered memory from which messages are sent that are not in registered memory already:

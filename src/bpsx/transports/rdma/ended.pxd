@@ -1,8 +1,8 @@
 # The end of a connection to a peer that has been dropped or replaced. Runs on the driving thread.
 #
 # The queue pair goes at once: from then on the adapter writes nothing of that peer anywhere. The
-# inbox stays registered until the last message in it has been released. Until then somebody reads
-# it, or the adapter sends it to other peers.
+# inbox stays registered until the last message in it has been released. Until then the
+# lane reads it, or the adapter sends it to other peers.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free
 from posix.mman cimport munmap
