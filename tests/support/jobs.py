@@ -39,8 +39,10 @@ faulthandler.enable()
 
 
 def report(value):
-    sys.stdout.write(json.dumps(value) + "\\n")
-    sys.stdout.flush()
+    # Not through sys.stdout, which a handler of a signal may have interrupted.
+    line = (json.dumps(value) + "\\n").encode()
+    while line:
+        line = line[os.write(1, line):]
 
 
 def pass_gate(step):
