@@ -63,7 +63,9 @@ def test_a_machine_restarts_twice_and_continues(tmp_path: Path) -> None:
     assert len({facts[-1] for attempt in begins.values() for facts in attempt}) == 3  # secrets
 
 
-def test_two_machines_restart_and_continue(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elastic", ["off", "shrink"])
+def test_two_machines_restart_and_continue(tmp_path: Path, elastic: str) -> None:
+    """All begin again, as torchrun's rendezvous demands it, whoever the job could lose."""
     begins = train(
         tmp_path,
         [[2, 1, "kill"]],
@@ -71,6 +73,7 @@ def test_two_machines_restart_and_continue(tmp_path: Path) -> None:
         endpoint="127.0.0.1",
         options=("--max-restarts", "1", *LOOPBACK),
         BPSX_ENCRYPT="1",
+        BPSX_ELASTIC=elastic,
     )
     assert len(begins) == 2 and all(
         [facts[:4] for facts in attempt] == [[rank, 2, 2, 2] for rank in range(2)]

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from bpsx.api import lifecycle
 from bpsx.api.resizing import check_size
 from bpsx.config import ALONE, Config, LaunchedPlace, launched
-from bpsx.errors import ConfigError, RendezvousError
+from bpsx.errors import BpsxError, ConfigError, RendezvousError
+from bpsx.scheduler.sockets import accepts_us
 from bpsx.secret import make
 from bpsx.system import spawned
 from bpsx.system.address import (
@@ -187,6 +188,8 @@ def _join(
             agreement = _Agreement(
                 ours, config, open_store(ours, config.rendezvous_timeout), resumed
             )
+            if _last is None and config.may_lose_workers and _returned(agreement):
+                return
             fields = agreement.fields()
         lifecycle.begin(again=resumed is not None, **fields)
     except BaseException:
@@ -197,6 +200,23 @@ def _join(
             "the machines have different numbers of processes, or their ranks are not consecutive:"
             " each process counts as a machine of its own and has local_rank() 0"
         )
+
+
+def _returned(agreement: _Agreement) -> bool:
+    """Take the place of a lost worker if its job still runs; return whether that has succeeded.
+
+    Where torchrun's rendezvous is static, an agent starts its own workers again and leaves the
+    other machines alone.
+    """
+    fields = agreement.running()
+    if fields is None:
+        return False
+    try:
+        lifecycle.begin(**fields)
+    except BpsxError as e:  # torchrun may have started all workers again
+        log.warning("cannot join the running job, so this worker waits for the next one: %s", e)
+        return False
+    return True
 
 
 def _check_resumed(resumed: Sequence[int] | None, count: int, launcher: str) -> None:
@@ -225,6 +245,11 @@ class Meeting:
         if ours.master_addr:
             self._where += f" at {join_host_port(ours.master_addr, ours.master_port)}"
         self._call = secrets.token_hex(8)  # worker 0's
+
+    def told(self) -> str | None:
+        """Return the job of the last call; None before that call has one. Does not wait."""
+        (call,) = self._store.get(["call"], 0)
+        return self._store.get([f"{call}/job"], 0)[0] if call is not None else None
 
     def gather(self, answer: str) -> list[str]:
         """On worker 0: publish the call; return the replies by rank, beginning with ``answer``.
@@ -317,12 +342,28 @@ class _Agreement:
             if "error" in job:
                 raise RendezvousError(f"worker {ours.rank}: {job['error']}")
         servers = job.pop("servers")
-        each = job["local_size"]
-        fields = {**job, "worker_id": ours.rank // each, "local_rank": ours.rank % each}
+        fields = self._placed(job)
         for index in range(servers):
-            if ours.rank % each == 0 and index % job["num_worker"] == fields["worker_id"]:
+            if fields["local_rank"] == 0 and index % job["num_worker"] == fields["worker_id"]:
                 _companions.start_server(_environment(job))
         return fields
+
+    def running(self) -> dict[str, Any] | None:
+        """Return the fields for the job of the last call; None if its scheduler is gone.
+
+        They start no server: one that a lost worker has started goes on without it.
+        """
+        job = json.loads(self._meeting.told() or "{}")
+        if "servers" not in job:  # none, or an error
+            return None
+        del job["servers"]
+        fields = self._placed(job)
+        return fields if accepts_us(Config(role="worker", **fields)) else None
+
+    def _placed(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``job`` and those of this worker's place in it."""
+        number, local_rank = divmod(self._place.rank, job["local_size"])
+        return {**job, "worker_id": number, "local_rank": local_rank}
 
     def _master(self) -> str:
         """Return the store's address, as seen from here; "" if it has none."""

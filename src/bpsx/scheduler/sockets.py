@@ -11,12 +11,14 @@ import socket
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from bpsx import secret
 from bpsx.config import Config
 from bpsx.errors import TransportError
 from bpsx.scheduler.messages import MAX_BYTES, MAX_BYTES_TO_HUB
-from bpsx.system.address import is_ipv6
+from bpsx.system.address import is_ipv6, tcp_url
+from bpsx.system.host import scheduler_address
 
 Socket = Any
 #: Time limit for a connection's handshake, in milliseconds. Long enough for a node on a busy
@@ -91,6 +93,28 @@ def speaks_zeromq(host: str, port: int, timeout: float = 2.0) -> bool:
             return found == _SIGNATURE
     except OSError:
         return False
+
+
+def accepts_us(config: Config, timeout: float = 2.0) -> bool:
+    """Whether a scheduler that knows our job secret is at ``config``'s address.
+
+    Sends no message, so the scheduler does not count this process. Raises as :func:`open_socket`,
+    and :class:`~bpsx.errors.RendezvousError` if the scheduler's name cannot be resolved.
+    """
+    address = scheduler_address(config)
+    context = zmq.Context(1)
+    try:
+        link = open_socket(context, zmq.DEALER, config)
+        link.setsockopt(zmq.IPV6, int(is_ipv6(address)))
+        monitor = link.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | REFUSED
+        )
+        link.connect(tcp_url(address, config.root_port))
+        if not monitor.poll(int(timeout * 1000)):
+            return False
+        return bool(recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    finally:
+        context.destroy(0)
 
 
 def no_secret_in_common(config: Config) -> str:
