@@ -23,7 +23,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from bench import elastic_bits, elastic_committed, elastic_overhead
+from bench import elastic_bits, elastic_committed, elastic_overhead, network
 from bench.jobs import TRANSPORTS, Job, progress
 from bench.report import BenchError, Case, Draw, median_case
 
@@ -76,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.5,
         help="seconds of the computation in these steps (default: 0.5)",
     )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help="for overhead: give each process a link of this rate, as in 1gbit (needs root)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="chooses victims and moments")
 
 
@@ -93,6 +98,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         raise BenchError(
             f"--only: unknown: {', '.join(sorted(unknown))}; expected {', '.join(CASES)}"
         )
+    if options.link and (reason := network.why_not()):
+        raise BenchError(f"--link: {reason}")
     rng, turns = random.Random(options.seed), 2 if options.quick else 7
     cases: list[Case] = []
     if "server-gap" in wanted:
@@ -117,7 +124,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         cases += elastic_bits.bits(options.transport, rng, runs)
     if "overhead" in wanted:
         starts, turns = (1, 3) if options.quick else (4, 5)
-        cases += elastic_overhead.overhead(options.transport, starts, turns)
+        cases += elastic_overhead.overhead(options.transport, starts, turns, options.link)
     return cases
 
 

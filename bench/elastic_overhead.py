@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from contextlib import ExitStack
 
-from bench import peers
+from bench import network, peers
 from bench.jobs import Job, ask_all, progress
 from bench.report import Case, median_case
 
@@ -28,18 +28,25 @@ _KINDS = {
 _Seconds = dict[tuple[str, str], list[float]]
 
 
-def overhead(transport: str, starts: int, turns: int) -> list[Case]:
+def overhead(transport: str, starts: int, turns: int, rate: str | None = None) -> list[Case]:
     """Measure jobs with BPSX_ELASTIC=servers and off, in turn.
 
     ``starts``: how often all jobs are started anew; ``turns``: of each job, in any order, per
-    start.
+    start. ``rate``: that of each process's link, in ``tc``'s notation; by default there are no
+    links, and all processes share one machine's memory.
     """
     seconds: _Seconds = defaultdict(list)
     for start in range(starts):
         with ExitStack() as running:
             jobs = {
                 name: running.enter_context(
-                    Job(_WORKERS, _SERVERS, transport, {"BPSX_ELASTIC": elastic})
+                    Job(
+                        _WORKERS,
+                        _SERVERS,
+                        transport,
+                        {"BPSX_ELASTIC": elastic},
+                        links=running.enter_context(_links(rate)) if rate else None,
+                    )
                 )
                 for name, elastic in _JOBS.items()
             }
@@ -48,7 +55,14 @@ def overhead(transport: str, starts: int, turns: int) -> list[Case]:
                 # The order changes, as the load of the machine changes while the jobs take turns.
                 for name in _ORDERS[turn % len(_ORDERS)]:
                     _measure(jobs[name], name, seconds)
-    return [_case(kind, seconds) for kind in _KINDS]
+    where = f"; links of {rate}, {network.congestion()}" if rate else ""
+    return [_case(kind, seconds, where) for kind in _KINDS]
+
+
+def _links(rate: str) -> network.Links:
+    """Return a network in which each worker and each server has a link of its own."""
+    places = [f"worker {i}" for i in range(_WORKERS)] + [f"server {i}" for i in range(_SERVERS)]
+    return network.Links(["scheduler", *places], rate, both=True)
 
 
 def _measure(job: Job, name: str, seconds: _Seconds) -> None:
@@ -58,7 +72,7 @@ def _measure(job: Job, name: str, seconds: _Seconds) -> None:
     seconds["latency", name].append(max(map(statistics.median, ours)))
 
 
-def _case(kind: str, seconds: _Seconds) -> Case:
+def _case(kind: str, seconds: _Seconds, where: str) -> Case:
     unit, factor, about, target = _KINDS[kind]
 
     def figures(name: str) -> list[float]:
@@ -74,6 +88,6 @@ def _case(kind: str, seconds: _Seconds) -> Case:
         target=target,
         note=(
             f"{about}; the same with BPSX_ELASTIC=off, of which two jobs differ by"
-            f" {max(off, again) / min(off, again):.3f}"
+            f" {max(off, again) / min(off, again):.3f}{where}"
         ),
     )

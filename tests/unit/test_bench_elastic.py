@@ -69,6 +69,9 @@ def test_wrong_arguments_are_named(load: Any, monkeypatch: pytest.MonkeyPatch) -
     elastic, chaos = load("elastic"), load("chaos")
     with pytest.raises(elastic.BenchError, match="other-gap"):
         elastic.run(argparse.Namespace(only="other-gap", seed=1, quick=True))
+    monkeypatch.setattr(load("network"), "why_not", lambda: "no root")
+    with pytest.raises(elastic.BenchError, match="--link: no root"):
+        elastic.run(argparse.Namespace(only="overhead", link="1gbit", seed=1, quick=True))
     with pytest.raises(chaos.BenchError, match="--servers 1: at least 2"):
         chaos.run(argparse.Namespace(roles="all", servers=1, workers=4))
     with pytest.raises(chaos.BenchError, match="--workers 2: at least 3"):
