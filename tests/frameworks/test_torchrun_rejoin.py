@@ -8,13 +8,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.torchrun_job import Torchrun
 
 ELASTIC = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "120"}
+OPTIONS = ("--max-restarts", "2", "--local-addr", "127.0.0.1")
 TRAINING = """
     import json, os, time, zlib
     import torch
@@ -52,28 +55,50 @@ TRAINING = """
 """
 
 
+def train(job: Torchrun, strike: Callable[[int], None], victim: int) -> list[list[Any]]:
+    """Train to a successful end; ``strike(pid)`` when worker ``victim`` has made ten steps.
+
+    Returns what workers have reported. All of them have made all steps, and have equal weights.
+    """
+    reports = []
+    for line in job.output:
+        print(line, end="")
+        for text in re.findall(r"REPORT (\[.*?\])", line):
+            reports.append(json.loads(text))
+            if reports[-1][:2] == ["ten", victim]:
+                strike(reports[-1][2])
+    assert [process.wait() for process in job.processes] == [0, 0] and not job.left()
+    ends = [r for r in reports if r[0] == "end"]
+    assert sorted(r[1] for r in ends) == list(range(ends[0][2]))
+    assert len({r[4] for r in ends}) == 1 and all(r[3] == 40 for r in ends)
+    return reports
+
+
+def begun(reports: list[list[Any]]) -> set[int]:
+    """Return the process ids of workers that have trained, all from step 0 or where others were."""
+    begins = [r for r in reports if r[0] == "train"]
+    assert {r[3] for r in begins} - {0} <= {10, 11, 12, 13}
+    return {r[4] for r in begins}
+
+
 @pytest.mark.parametrize(("each", "victim"), [((1, 1), 1), ((1, 1), 0), ((2, 2), 3)])
 def test_a_worker_that_its_agent_starts_again_joins(tmp_path: Path, each, victim) -> None:
     """Only its machine's workers begin again; worker 0's scheduler and server outlive it."""
-    options = ("--max-restarts", "2", "--local-addr", "127.0.0.1")
-    with Torchrun(tmp_path, TRAINING, each=each, options=options, **ELASTIC) as job:
-        reports = []
-        for line in job.output:
-            print(line, end="")
-            for text in re.findall(r"REPORT (\[.*?\])", line):
-                reports.append(json.loads(text))
-                if reports[-1][:2] == ["ten", victim]:
-                    os.kill(reports[-1][2], signal.SIGKILL)
-        statuses = [process.wait() for process in job.processes]
-    assert statuses == [0, 0] and not job.left()
-    workers = sum(each)
-    ends = [r for r in reports if r[0] == "end"]
-    assert sorted(r[1] for r in ends) == list(range(workers)) and ends[0][2] == workers
-    assert len({r[4] for r in ends}) == 1 and all(r[3] == 40 for r in ends)
-    assert {r[3] for r in reports if r[0] == "train"} - {0} <= {10, 11, 12, 13}
-    # One machine's processes are new, the others have lived on.
-    pids = {r[4] for r in reports if r[0] == "train"}
-    assert len(pids) == workers + each[0]
+    with Torchrun(tmp_path, TRAINING, each=each, options=OPTIONS, **ELASTIC) as job:
+        reports = train(job, lambda pid: os.kill(pid, signal.SIGKILL), victim)
+    assert len(begun(reports)) == sum(each) + each[0]
+
+
+def test_a_machine_that_comes_back_joins(tmp_path: Path) -> None:
+    """Its agent, its worker and its server have died, and its agent is started again."""
+
+    def strike(_: int) -> None:
+        job.lose(1)
+        job.start_again(1)
+
+    with Torchrun(tmp_path, TRAINING, each=(1, 1), options=OPTIONS, **ELASTIC) as job:
+        reports = train(job, strike, 1)
+    assert len(begun(reports)) == 3
 
 
 HOLD = """
@@ -92,9 +117,7 @@ HOLD = """
 
 def test_a_place_that_is_taken_is_not_taken_again(tmp_path: Path) -> None:
     """Torchrun may have started all workers again, so the worker waits for their next job."""
-    with Torchrun(
-        tmp_path, HOLD, each=(1, 1), options=("--local-addr", "127.0.0.1"), **ELASTIC
-    ) as job:
+    with Torchrun(tmp_path, HOLD, each=(1, 1), options=OPTIONS, **ELASTIC) as job:
         seen = 0
         while seen < 2:
             seen += job.output.readline().count("IN")

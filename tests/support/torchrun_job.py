@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,12 +58,8 @@ class Torchrun:
             **environment,
         }
         self._folder, self._command = folder, [str(script), *arguments]
-        self._options, self._endpoint, self._master, self._prefixes = (
-            options,
-            endpoint,
-            master,
-            prefixes,
-        )
+        self._each, self._options, self._endpoint = each, options, endpoint
+        self._master, self._prefixes = master, prefixes
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self._port = str(s.getsockname()[1])
@@ -83,33 +81,26 @@ class Torchrun:
         )
 
     def _agents(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
+        return [self._agent(each, machine) for machine in range(len(each))]
+
+    def _agent(self, each: tuple[int, ...], machine: int) -> subprocess.Popen[bytes]:
         if self._endpoint == "standalone":
             way = ["--standalone"]
         elif self._endpoint:
             way = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._endpoint}:{self._port}"]
         else:
             way = ["--master-addr", self._master, "--master-port", self._port]
-        return [
-            self._start(
-                [
-                    "-m",
-                    "torch.distributed.run",
-                    *way,
-                    "--nnodes",
-                    str(len(each)),
-                    "--node-rank",
-                    str(i),
-                    "--nproc-per-node",
-                    str(n),
-                    "--monitor-interval",
-                    "0.1",
-                    *self._options,
-                    *self._command,
-                ],
-                self._prefixes[i] if self._prefixes else (),
-            )
-            for i, n in enumerate(each)
-        ]
+        words = {
+            "--nnodes": len(each),
+            "--node-rank": machine,
+            "--nproc-per-node": each[machine],
+            "--monitor-interval": 0.1,
+        }
+        options = [str(word) for pair in words.items() for word in pair]
+        return self._start(
+            ["-m", "torch.distributed.run", *way, *options, *self._options, *self._command],
+            self._prefixes[machine] if self._prefixes else (),
+        )
 
     def _by_hand(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
         places = [(group, local, n) for group, n in enumerate(each) for local in range(n)]
@@ -127,6 +118,20 @@ class Torchrun:
             for rank, (group, local, n) in enumerate(places)
         ]
 
+    def lose(self, machine: int) -> None:
+        """Kill all processes of ``machine``, also scheduler and servers that it has started."""
+        os.kill(self.processes[machine].pid, signal.SIGKILL)
+        for pid in self._ours(f"GROUP_RANK={machine}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def start_again(self, machine: int) -> None:
+        """Start the agent of ``machine`` once more, after :meth:`lose`."""
+        self.processes[machine].wait(DEADLINE)
+        self._writer = os.open(f"/proc/self/fd/{self.output.fileno()}", os.O_WRONLY)
+        self.processes[machine] = self._agent(self._each, machine)
+        os.close(self._writer)
+
     def __enter__(self) -> Torchrun:
         return self
 
@@ -142,14 +147,21 @@ class Torchrun:
     def left(self) -> list[str]:
         """Return the command lines of this test's processes that still exist."""
         found = []
+        for pid in self._ours():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found.append(words.replace(b"\0", b" ").decode())
+        return found
+
+    def _ours(self, *variables: str) -> list[int]:
+        """Return the process ids of this test's processes that have ``variables``, too."""
+        wanted, found = {text.encode() for text in (self._mark, *variables)}, []
         for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self._mark.encode() in (
-                    entry / "environ"
-                ).read_bytes().split(b"\0"):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and wanted <= set(
+                    (entry / "environ").read_bytes().split(b"\0")
+                ):
+                    found.append(int(entry.name))
         return found
 
     def __exit__(self, *_: object) -> None:
