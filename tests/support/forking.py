@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import io
@@ -404,6 +405,7 @@ def _enter(namespace: str) -> None:
 
 def _be(task: dict[str, Any]) -> None:
     """Run the source as ``python -c`` would: this module becomes ``__main__`` of the source."""
+    faulthandler.enable()
     own = sys.modules["__main__"].__dict__
     for name in [n for n in own if n not in ("__name__", "__builtins__")]:
         del own[name]

@@ -153,19 +153,24 @@ class Process:
         try:
             self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.signal(
-                signal.SIGABRT
-            )  # with `faulthandler` on, Python prints the stacks of its threads
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(5)
-                for reader in self._readers:
-                    reader.join(5)
+            self.print_stacks()
             raise AssertionError(
                 f"{self.name} has not ended after {timeout} s:\n{self.text()}"
             ) from None
         for reader in self._readers:
             reader.join(timeout)
         return self.popen.returncode
+
+    def print_stacks(self) -> None:
+        """End the process, if it still runs; :meth:`text` then has the stacks of its threads."""
+        if self.popen.poll() is not None:
+            return
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGABRT)  # Python prints them, as `faulthandler` is on
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(5)
+            for reader in self._readers:
+                reader.join(5)
 
     @property
     def silent(self) -> bool:
@@ -250,6 +255,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "BYTEPS_ENABLE_IPC": "0",
             "BPSX_ANNOUNCE": "0",
+            "PYTHONFAULTHANDLER": "1",
             **(env or {}),
         }
         if "BPSX_CACHE_DIR" in os.environ:
@@ -344,7 +350,11 @@ class Job:
             )
         return [w.reports() for w in self.workers]
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        if kind is not None and issubclass(kind, AssertionError):
+            for p in self.processes:
+                p.print_stacks()
+                print(p.text())
         for p in self.processes:
             p.end()
         self._folder.cleanup()
