@@ -312,6 +312,36 @@ def test_a_replaced_server_that_comes_back_is_told_so() -> None:
     assert "replaced" in slow.lost
 
 
+def test_a_server_that_has_failed_and_comes_back_learns_which_term_replaces_it() -> None:
+    """The old scheduler was silent, and had told it alone that the job has failed."""
+    world = World(2, 3)
+    failed = world.nodes[0]
+    world.kill_hub()
+    failed.state, failed.lost = "orphaned", "the scheduler is gone"
+    world.settle()
+    all_is_well_but(world, failed)
+    assert failed.over
+    ended = "server 0 (h, pid 1000) is gone: it had ended: the scheduler is gone"
+    assert f"this server has been replaced: {ended}; the job goes on with term 1" in failed.lost
+
+
+def test_a_server_that_has_failed_learns_which_term_has_replaced_it() -> None:
+    """The old scheduler had told the workers so, and a later loss, too."""
+    world = World(2, 4)
+    failed, killed = world.nodes[0], world.nodes[1]
+    for server in (failed, killed):
+        world.bury(server)
+        for worker in world.workers:
+            while worker.inbox:
+                worker.take()
+    killed.dead = True
+    world.kill_hub()
+    failed.state, failed.lost = "orphaned", "the scheduler is gone"
+    world.settle()
+    assert world.hub is not None and world.hub.state is JobState.RUNNING
+    assert failed.lost == "this server has been replaced in term 1"
+
+
 def all_is_well_but(world: World, replaced: Node) -> None:
     replaced.dead = True
     all_is_well(world)

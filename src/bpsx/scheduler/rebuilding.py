@@ -6,6 +6,7 @@ apart from those that come for the first time; the first job that is complete ru
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
 
 from bpsx.scheduler.arrivals import Arrival, lanes_message
@@ -204,12 +205,13 @@ class Rebuilding(Membership):
         self._move(JobEvent.REBUILT)
         out += [(r.ident, resumed) for r in back]
         if failure := next((r.failure for r in back if r.failure), None):
-            return out + self._fail(failure)
+            return out + self._fail(failure) + self._refuse_failed(job, replaced)
         out += self._send_lanes(job, known) + self._send_terms(job, longest)
 
         def catch_up() -> list[Output]:
             done = self._skip_terms(job)
-            done += self._lose_absent([known[rank] for rank in absent], now)
+            done += self._lose_absent(job, [known[rank] for rank in absent], now)
+            done += self._refuse_failed(job, replaced)
             done += self._drop_again(job, now)
             if self.state is JobState.RUNNING:
                 done += self._send_errors(job) + self._send_left(job, servers)
@@ -246,14 +248,25 @@ class Rebuilding(Membership):
             out += self._release(self._joins.lost(ident))
         return out
 
-    def _refuse_servers(self, job: Returning, replaced: set[int]) -> list[Output]:
-        """Refuse the servers that the job goes on without."""
-        out = []
-        for r in job.servers.values():
-            if r.rank in replaced:
-                term = len(job.longest.terms) if job.longest is not None else 0
-                out.append(_refuse(r.ident, f"this server has been replaced in term {term}", True))
+    @staticmethod
+    def _refuse_servers(job: Returning, replaced: Mapping[int, int]) -> list[Output]:
+        """Refuse the servers that the job goes on without. ``replaced``: rank -> term."""
+        out = [
+            _refuse(r.ident, f"this server has been replaced in term {replaced[r.rank]}", True)
+            for r in [*job.servers.values(), *job.failed_servers()]
+            if r.rank in replaced
+        ]
         return out + [_refuse(r.ident, _STRANGER, over=True) for r in job.strangers()]
+
+    def _refuse_failed(self, job: Returning, replaced: Mapping[int, int]) -> list[Output]:
+        """Refuse the servers that have failed, once it is known what replaces them."""
+        out = []
+        for r in job.failed_servers():
+            if r.rank not in replaced:
+                who = {"role": r.role, "host": r.host, "pid": r.pid, "lanes": r.lanes}
+                text = self._replacement(who) or f"the job has failed: {self.failure}"
+                out.append(_refuse(r.ident, text, over=True))
+        return out
 
     @staticmethod
     def _refuse_workers(job: Returning) -> list[Output]:
@@ -300,7 +313,11 @@ class Rebuilding(Membership):
         return out
 
     def _fill_roster(
-        self, job: Returning, longest: Report | None, servers: dict[int, Report], replaced: set[int]
+        self,
+        job: Returning,
+        longest: Report | None,
+        servers: dict[int, Report],
+        replaced: Container[int],
     ) -> dict[int, Node]:
         """Make the roster: nodes that are back, have left, were replaced or are absent.
 
@@ -384,7 +401,7 @@ class Rebuilding(Membership):
             for p in tensor.places
         ]
         yields = [rule for term in longest.terms for rule in term.yields]
-        placement.restore(replaced, slots_given(workers.values(), longest), places, yields)
+        placement.restore({*replaced}, slots_given(workers.values(), longest), places, yields)
         self.look_for_uneven(now)
         self.registry.restore(tensors, max(r.key for r in workers.values()))
 
@@ -442,12 +459,13 @@ class Rebuilding(Membership):
         ]
         return [(ident, _message(term)) for ident, term in told]
 
-    def _lose_absent(self, absent: list[Node], now: float) -> list[Output]:
-        """Handle the loss of the servers that have not come back.
+    def _lose_absent(self, job: Returning, absent: list[Node], now: float) -> list[Output]:
+        """Handle the loss of the servers that have not come back, or have failed.
 
         If all are lost, keys move from each to the next, and the last one is replaced.
         """
         out: list[Output] = []
+        failed = {r.rank: f"it had ended: {r.failure}" for r in job.failed_servers()}
         usable = self._roster.usable_servers()
         others = [node for node in absent if any(s not in absent for s in usable)]
         for node in others:
@@ -456,8 +474,8 @@ class Rebuilding(Membership):
             if not others:
                 self._remove(node)
             if self.state is JobState.RUNNING:
-                text = f"{node} is gone: it did not come back after the scheduler's death"
-                out += self._lose_server(node, text, now)
+                why = failed.get(node.rank, "it did not come back after the scheduler's death")
+                out += self._lose_server(node, f"{node} is gone: {why}", now)
         return out
 
     def _send_errors(self, job: Returning) -> list[Output]:

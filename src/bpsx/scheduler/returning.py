@@ -126,14 +126,15 @@ class Returning:
 
         Without those that have failed.
         """
-        back, known, away = self._whole("server"), self.known_servers, self._sent_away()
+        back, away = self._whole("server"), self._sent_away()
         if self.longest is None:
             return back
-        return {
-            rank: r
-            for rank, r in back.items()
-            if rank < len(known) and (r.host, r.pid, r.lanes) == known[rank] and rank not in away
-        }
+        return {rank: r for rank, r in back.items() if self._is_known(r) and rank not in away}
+
+    def _is_known(self, server: Report) -> bool:
+        """Whether some worker has heard of a server."""
+        known, rank = self.known_servers, server.rank
+        return rank < len(known) and (server.host, server.pid, server.lanes) == known[rank]
 
     def _sent_away(self) -> set[int]:
         """Servers that have failed: that was their end, not that of the job.
@@ -144,8 +145,16 @@ class Returning:
 
     def strangers(self) -> list[Report]:
         """Servers of which no worker has heard: they had not joined when the scheduler died."""
-        known = [r.ident for r in self.servers.values()]
-        return [r for r in self._whole("server").values() if r.ident not in known]
+        if self.longest is None:
+            return []
+        return [r for r in self._whole("server").values() if not self._is_known(r)]
+
+    def failed_servers(self) -> list[Report]:
+        """Servers of the job that have failed: it goes on without them."""
+        if self.longest is None:
+            return []
+        back, away = self._whole("server"), self._sent_away()
+        return [r for rank, r in back.items() if self._is_known(r) and rank in away]
 
     @property
     def known_servers(self) -> list[tuple[str, int, list[str]]]:
@@ -171,13 +180,13 @@ class Returning:
         """The worker that has heard of most terms: no other one has heard of any more."""
         return max(self.workers.values(), key=lambda r: len(r.terms), default=None)
 
-    def lost_servers(self) -> set[int]:
-        """The ranks of the servers that a term has replaced."""
-        longest = self.longest
+    def lost_servers(self) -> dict[int, int]:
+        """The ranks of the servers that a term has replaced, and the number of that term."""
+        longest, of = self.longest, self.lane_servers
         if longest is None:
-            return set()
-        lost = {lane for term in longest.terms for lane, _ in term.moves}
-        return {server for lane, server in enumerate(self.lane_servers) if lane in lost}
+            return {}
+        moves = [(lane, term.number) for term in longest.terms for lane, _ in term.moves]
+        return {of[lane]: number for lane, number in moves if lane < len(of)}
 
     @property
     def lane_servers(self) -> list[int]:
