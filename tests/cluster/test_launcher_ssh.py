@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -410,6 +411,104 @@ def test_a_far_worker_that_dies_is_started_again_and_joins(
     died = "bpsx-run: worker 1 127.0.0.1 exited with status 137"  # as a shell says of SIGKILL
     assert f"{died}; started again in 0.5 s (1 of 3)" in err
     assert f"{died}, and the job went on without it" in err
+
+
+_LATE = """
+import os, signal, time, numpy, bpsx
+flag, over = os.environ["FLAG"], os.environ["FLAG"] + ".over"
+if os.path.exists(flag):
+    open(flag + ".again", "w").close()
+    while not os.path.exists(over): time.sleep(0.01)
+bpsx.init()
+@bpsx.elastic.run
+def train(state):
+    while state.step < 20:
+        bpsx.push_pull(numpy.ones(1000), name="x")
+        state.step += 1
+        if state.step == 10 and bpsx.rank() == 1 and not os.path.exists(flag):
+            open(flag, "w").close()
+            os._exit(3)
+        while state.step == 20 and not os.path.exists(flag + ".again"): time.sleep(0.01)
+train(bpsx.State(step=0))
+bpsx.shutdown()
+print("ends", flush=True)
+open(over, "w").close()
+time.sleep(4)  # it still saves something
+print("saved", flush=True)
+"""
+
+
+def test_a_far_worker_that_comes_when_the_job_is_over_is_ended(
+    launcher: Launcher, server: Sshd, tmp_path: Path
+) -> None:
+    """It would wait for a scheduler. The others may take their time."""
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST\nHOST\nHOST",
+        *("--max-restarts", "3", "--grace", "1", "--env", f"FLAG:{tmp_path / 'flag'}"),
+        *("--env", "BPSX_ELASTIC:shrink", PY, "-c", _LATE),
+    )
+    began = time.monotonic()
+    status, out, err = finish(job)
+    assert status == 0, err
+    assert [line.split("] ")[1] for line in out] == ["ends", "saved"] * 2
+    assert time.monotonic() - began < 60
+    died = "bpsx-run: worker 1 127.0.0.1 exited with status 3"
+    assert f"{died}; started again in 0.5 s (1 of 3)" in err
+    assert f"{died}, and the job went on without it" in err
+
+
+#: Process 0 of the second machine ends, or hangs; process 1 hangs when it gets PeerLostError.
+_HUNG = """
+import os, signal, time, numpy, bpsx
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+bpsx.init()
+old, me = not os.path.exists(os.environ["FLAG"]), bpsx.rank()
+@bpsx.elastic.run
+def train(state):
+    while state.step < 40:
+        while state.step == 30 and old and sizes[-1:] != [4]: state.check_host_updates()
+        bpsx.push_pull(numpy.ones(1000), name="x")
+        state.step += 1
+        if state.step == 10 and me == 2 and old:
+            open(os.environ["FLAG"], "w").close()
+            os.kill(os.getpid(), getattr(signal, os.environ["NUMBER"]))
+        state.commit()
+state, sizes = bpsx.State(step=0), []
+state.register_reset_callbacks([lambda: sizes.append(bpsx.size())])
+try: train(state)
+except bpsx.PeerLostError: time.sleep(1000)
+print("ends", bpsx.size(), flush=True)
+bpsx.shutdown()
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_far_machine_whose_processes_hang_is_ended_and_started_again(
+    launcher: Launcher, server: Sshd, tmp_path: Path, number: str
+) -> None:
+    """The bpsx-run there ends the neighbours of a process that has died. If none has died, the
+    launcher ends the machine that the job has lost.
+    """
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST slots=2\nHOST",
+        *("--max-restarts", "1", "--grace", "1", "--env", f"FLAG:{tmp_path / 'flag'}"),
+        *("--env", "BPSX_ELASTIC:shrink", "--env", f"NUMBER:{number}", PY, "-c", _HUNG),
+        environment={"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"},
+    )
+    status, out, err = finish(job)
+    assert status == 0, err
+    assert [line.split("] ")[-1] for line in out] == ["ends 4"] * 4, err
+    if number == "SIGKILL":
+        (far,) = (line for line in err if "] bpsx-run: worker 1.0 was killed by SIGKILL" in line)
+        assert "; worker 1.1 was still running after the grace time (1 s), got SIGTERM and" in far
+        text = "worker 1 127.0.0.1 exited with status 137"
+    else:
+        text = "worker 1 127.0.0.1 was still running 5 s after the job had lost it, got SIGTERM and"
+    assert any(text in line and "started again in 0.5 s (1 of 1)" in line for line in err), err
 
 
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:

@@ -88,6 +88,83 @@ def test_the_processes_of_a_machine_are_started_again(tmp_path, killed):
     assert "its machine leaves the job with it" in job.stderr
 
 
+#: Ways in which the neighbour of a dead process hangs: the script's lines around its training, and
+#: what the process that is to die does before.
+HANGS = {
+    "deaf": (
+        "try: train(state)\n"
+        "    except bpsx.PeerLostError:\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)",
+        "pass",
+    ),
+    "heeds SIGTERM": (
+        "try: train(state)\n"
+        "    except bpsx.PeerLostError:\n"
+        "        signal.signal(signal.SIGTERM, lambda *_: os._exit(0)); time.sleep(99)",
+        "pass",
+    ),
+    "stopped": (
+        "open(pids + me, 'w').write(str(os.getpid()))\n    train(state)",
+        "os.kill(int(open(pids + '1.1').read()), signal.SIGSTOP)",
+    ),
+}
+
+
+def hanging(how: str, pids: str) -> str:
+    """The script of a job whose worker 1.1 hangs when worker 1.0 kills itself."""
+    training, before = HANGS[how]
+    source = WORKER.replace("    train(state)\n", f"    {training}\n").replace("[3]", "[6]")
+    mine = 'me = os.environ["DMLC_WORKER_ID"] + "." + os.environ["BYTEPS_LOCAL_RANK"]\n    '
+    mine += f"pids = {pids!r}\n    "
+    source = source.replace("import os, time\n    ", "import os, signal, time\n    " + mine)
+    source = source.replace(
+        'os.environ["DMLC_WORKER_ID"] == "1" and first', 'me == "1.0" and first'
+    )
+    return source.replace('"w").close()\n', f'"w").close()\n                {before}\n')
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("deaf", "got SIGTERM and was killed by SIGKILL"),
+        ("heeds SIGTERM", "got SIGTERM and exited with status 0"),
+        ("stopped", "got SIGTERM and was killed by SIGKILL"),
+    ],
+)
+def test_a_neighbour_that_hangs_is_ended_and_its_machine_started_again(tmp_path, how, end):
+    options = ("--processes", "2", "--max-restarts", "1", "--grace", "1")
+    source = hanging(how, str(tmp_path / "pid"))
+    job = run(tmp_path, "os.kill(os.getpid(), 9)", *options, source=source)
+    assert job.returncode == 0, job.stderr
+    said = [line.split("] ")[-1] for line in job.stdout.splitlines()]
+    assert sorted(s for s in said if s.startswith("done")) == [f"done {i} 6 60.0" for i in range(6)]
+    hung = f"worker 1.1 was still running 1 s after the job had lost it, {end}"
+    assert f"bpsx-run: {hung}; started again in 0.5 s (1 of 1)\n" in job.stderr, job.stderr
+    assert "worker 1.0 was killed by SIGKILL; started again in 0.5 s (1 of 1)" in job.stderr
+
+
+def test_a_neighbour_that_hangs_does_not_keep_bpsx_run(tmp_path):
+    """Without restarts, the others end, and then bpsx-run."""
+    source = hanging("stopped", str(tmp_path / "pid")).replace("sizes[-1:] != [6]", "False")
+    options = ("--processes", "2", "--grace", "1")
+    job = run(tmp_path, "os.kill(os.getpid(), 9)", *options, source=source)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("done") == 4, job.stdout
+    hung = "worker 1.1 was still running 1 s after the job had lost it, got SIGTERM and was killed"
+    assert f"{hung} by SIGKILL, and the job went on without it" in job.stderr, job.stderr
+
+
+def test_a_worker_that_was_silent_is_ended_and_started_again(tmp_path):
+    """It is stopped for good. The job loses it after its heartbeats' timeout."""
+    source = WORKER.replace("import os, time", "import os, signal, time")
+    silent = {"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"}
+    options = ("--max-restarts", "1", "--grace", "0.5")
+    job = run(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", *options, source=source, **silent)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("done") == 3, job.stdout
+    assert "worker 1 was still running 0.5 s after the job had lost it, got SIGTERM" in job.stderr
+
+
 def test_a_worker_that_is_not_let_in_ends_with_the_job(tmp_path):
     script = """
         import os, time

@@ -53,6 +53,11 @@ class Process:
         return int(machine) * int(size) + int(rank)
 
     @property
+    def place(self) -> str:
+        """A worker's place in the job as the scheduler calls it; "" if it is unknown."""
+        return f"worker {self.number}" if self.number >= 0 else ""
+
+    @property
     def dies_with(self) -> str:
         """The same text on all processes that the job loses together: see docs/run/launching.md."""
         of = self.environment

@@ -44,6 +44,9 @@ class Child:
     def begin(self) -> None:
         """Send what the process needs to start. Raises OSError."""
 
+    def listen(self, heard: Callable[[str], None]) -> None:
+        """Pass the lines on that the child, a scheduler elsewhere, tells its launcher."""
+
     def forward_output(self, pump: Pump) -> None:
         """Give both outputs to ``pump``."""
         for target, pipe in ((1, self.process.stdout), (2, self.process.stderr)):

@@ -26,6 +26,7 @@ from bpsx.launch.job_status import JobStatus
 from bpsx.launch.output_mux import Pump
 from bpsx.launch.restarts import Restarts
 from bpsx.launch.spawn import ENDING, cannot_run, child_setup, passed_on
+from bpsx.launch.stragglers import Stragglers
 
 #: Interval in seconds for polling the scheduler's port file. The file appears within moments, and
 #: watching a folder is not portable.
@@ -33,6 +34,8 @@ _LOOK = 0.01
 #: Interval in seconds for asking whether the job goes on without a server that has died. The
 #: scheduler says so within moments, unless it is busy.
 _LOOK_FOR_LOSS = 0.1
+#: Interval in seconds for asking whether the job goes on without a worker that still runs.
+_LOOK_FOR_STRAGGLERS = 1.0
 #: Seconds for which output stays open after all children have ended, for what they left behind,
 #: such as a resource tracker that cleans up.
 _LINGER = 2.0
@@ -54,10 +57,7 @@ class Job:
         # When to send which signal, to workers and to scheduler and servers.
         self._worker_ending = Ending(plan.grace, plan.kill_after)
         self._helper_ending = Ending(plan.grace, plan.kill_after)
-        # Workers that were started again: their numbers, and how often one of this number had
-        # joined before. And when to send which signal to those that come when the job is over.
-        self._entries: dict[Child, tuple[int, int]] = {}
-        self._late_ending = Ending(0.0, plan.kill_after)
+        self._stragglers = Stragglers(self._status.scheduler, plan.grace, plan.kill_after)
         self._record: int | None = None
         self._may_lose: list[str] = []  # roles of processes without which the job may go on
         self._restarts = Restarts(plan.max_restarts)
@@ -109,7 +109,8 @@ class Job:
         for process in self._plan.others(port):
             if self._status.halted:
                 return
-            self._start(process)
+            if child := self._start(process):
+                self._stragglers.started(child, process)
         self._status.complete = not self._status.trouble
 
     def _make_record(self, port: int) -> None:
@@ -134,7 +135,8 @@ class Job:
         config = Config(environment)
         self._may_lose = ["server"] * config.may_lose_servers + ["worker"] * config.may_lose_workers
         if not scheduler.here:
-            self._start(scheduler)
+            if child := self._start(scheduler):
+                child.listen(self._status.scheduler.far.append)
             return self._plan.port or self._await_port(
                 lambda: max((child.port for child in self._status.children), default=0), timeout
             )
@@ -221,13 +223,15 @@ class Job:
             for due in (
                 self._worker_ending.due,
                 self._helper_ending.due,
-                self._late_ending.due,
+                self._stragglers.due,
                 self._restarts.due,
             )
             if due is not None
         ]
         if self._undecided():
             waits.append(_LOOK_FOR_LOSS)
+        if self._status.scheduler.tells and "worker" in self._may_lose:
+            waits.append(_LOOK_FOR_STRAGGLERS)
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
         self._handle_exits(time.monotonic())
         self._escalate(time.monotonic())
@@ -236,30 +240,15 @@ class Job:
     def _start_again(self, now: float) -> None:
         """Start the processes that are due, unless the job ends."""
         seen = self._status
-        if seen.halted or self._worker_ending.begun or self._helper_ending.begun:
+        ends = self._worker_ending.begun or self._helper_ending.begun or seen.scheduler.over()
+        if seen.halted or ends:
             self._restarts.stop()
         for process in self._restarts.take(now):
             start = self._start_writer if process.role == "scheduler" else self._start
-            number = process.number
-            before = seen.scheduler.entries(number)
+            before = self._stragglers.entries(process)
             if child := start(process):
                 seen.again.append(child)
-                if number >= 0:
-                    self._entries[child] = number, before
-
-    def _late(self) -> list[Child]:
-        """The workers that were started again, and have not joined before the job was over.
-
-        They would wait for a scheduler. Others may still save something.
-        """
-        seen = self._status
-        if not (self._entries and seen.scheduler.over()):
-            return []
-        return [
-            child
-            for child, (number, before) in self._entries.items()
-            if child.status is None and seen.scheduler.entries(number) == before
-        ]
+                self._stragglers.started(child, process, before)
 
     def _start_writer(self, scheduler: Process) -> Child | None:
         """Start a scheduler again, which tells bpsx-run of the job."""
@@ -289,9 +278,11 @@ class Job:
         done = seen.complete and all(child.status is not None for child in seen.workers)
         lost = [child for child in ended if self._may_go_on_without(child)]
         seen.lost += lost
+        over = done or seen.scheduler.over()
         for child in lost:
-            if not done and (then := self._restarts.ended(child.name, now)):
-                self._pump.say(f"{child.story()}; {then}")
+            then = "" if over else self._restarts.ended(child.name, now)
+            if then or (child.overdue and not over):
+                self._pump.say("; ".join(filter(None, [child.story(), then])))
         seen.restarted += [child for child in ended if self._starts_again(child, done, now)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
         fatal = self._cannot_go_on() or any(
@@ -330,8 +321,7 @@ class Job:
             )
         elif fatal or early:
             self._worker_ending.begin(now)
-        if self._late():
-            self._late_ending.begin(now)
+        self._stragglers.look(now)
         if done or early:  # workers do not need scheduler and servers any more, or never will
             self._helper_ending.begin(now)
 
@@ -340,8 +330,7 @@ class Job:
         seen = self._status
         return (
             child.role in self._may_lose
-            and bool(child.status)
-            and not child.overdue
+            and (child in self._stragglers or (bool(child.status) and not child.overdue))
             and seen.complete
             and not (seen.stop or self._worker_ending.begun or seen.scheduler.forming())
             and not any(
@@ -397,8 +386,7 @@ class Job:
             self._send_overdue(number, self._status.workers)
             # Scheduler and servers must outlive the workers that they serve.
             self._helper_ending.begin(now, self._plan.kill_after)
-        if number := self._late_ending.take(now):
-            self._send_overdue(number, self._late())
+        self._stragglers.send(now)
         if number := self._helper_ending.take(now):
             self._send_overdue(number, self._status.helpers)
 

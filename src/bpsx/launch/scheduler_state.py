@@ -1,4 +1,4 @@
-"""Reads what a scheduler on this machine tells its launcher: the state of the job, and its end."""
+"""Reads what a scheduler tells its launcher: the state of the job, and its end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ class Blame:
 
 
 class SchedulerState:
-    """The lines that a scheduler writes to the descriptor in BPSX_STATE_FD."""
+    """The lines that a scheduler writes to the descriptor in BPSX_STATE_FD.
+
+    ``far``: those of a scheduler elsewhere. Only :meth:`over`, :meth:`entries` and :meth:`gone`
+    heed them: processes elsewhere have other process ids, and their lines may come late.
+    """
 
     def __init__(self) -> None:
+        self.far: list[str] = []
         self._descriptor = -1
         self._read: list[bytes] = []
         self._frozen: str | None = None
@@ -69,7 +74,7 @@ class SchedulerState:
 
     def over(self) -> bool:
         """Whether a scheduler has ended by itself, and the job with it."""
-        return "over\n" in self.text()
+        return "over\n" in self.text() or "over" in self.far
 
     def deserted(self) -> bool:
         """Whether the latest scheduler has left a job that may go on with another one."""
@@ -100,9 +105,23 @@ class SchedulerState:
         lines = [line.split(" ") for line in self.text().splitlines()]
         return {(words[1], int(words[3])) for words in lines if words[0] == "lost"}
 
-    def entries(self, number: int) -> int:
-        """How often a worker of this number has joined the running job."""
-        return self.text().splitlines().count(f"entered worker {number}")
+    def entries(self, place: str) -> int:
+        """How often a worker has joined the running job in ``place``."""
+        return self._lines().count(f"entered {place}")
+
+    def gone(self) -> set[str]:
+        """The places whose latest workers are lost, while the job goes on."""
+        found: set[str] = set()
+        for line in self._lines():
+            word, _, place = line.partition(" ")
+            if word == "gone":
+                found.add(place)
+            elif word == "entered":
+                found.discard(place)
+        return found
+
+    def _lines(self) -> list[str]:
+        return self.text().splitlines() + self.far
 
     def close(self) -> None:
         """Close the descriptor; what has been written stays."""

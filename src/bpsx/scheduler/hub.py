@@ -276,11 +276,14 @@ class Hub:
             if i >= members.restored:  # the scheduler before has logged the others
                 log.warning("%s", loss.text)
             self._tell_launcher(f"lost {loss.node.role} {loss.node.rank} {loss.node.pid}")
+            back = i < members.restored and members.lives(loss.node.rank)
+            if loss.node.role == "worker" and not (loss.planned or back):
+                self._tell_place("gone", loss.node.rank)
         for node in members.turned_away:
             self._tell_launcher(f"lost {node.role} {node.rank} {node.pid}")
         members.turned_away.clear()
         for rank in members.let_in:
-            self._tell_launcher(f"entered worker {rank}")
+            self._tell_place("entered", rank)
         members.let_in.clear()
         self._reported = len(members.losses)
         if watched and self._exporter is not None:  # a server may have joined
@@ -289,6 +292,14 @@ class Hub:
             for recovery in members.terms.finished:
                 log.warning("%s", recovery)
             members.terms.finished.clear()
+
+    def _tell_place(self, word: str, rank: int) -> None:
+        """Tell the launcher of a worker's end or entry; and of its machine, as far as it is one."""
+        self._tell_launcher(f"{word} worker {rank}")
+        each = self._members.local_size
+        machine = range(rank - rank % each, rank - rank % each + each)
+        if word == "entered" or not any(self._members.lives(other) for other in machine):
+            self._tell_launcher(f"{word} machine {rank // each}")
 
     def _log_notes(self) -> None:
         for note in self._members.notes:

@@ -6,7 +6,7 @@ apart from those that come for the first time; the first job that is complete ru
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from bpsx.scheduler.arrivals import Arrival, lanes_message
@@ -361,7 +361,7 @@ class Rebuilding(Membership):
         job: Returning,
         longest: Report,
         known: dict[int, Node],
-        replaced: set[int],
+        replaced: Iterable[int],
         now: float,
     ) -> None:
         """Restore terms, placement and registry. ``known``: the servers, by rank."""
@@ -401,7 +401,7 @@ class Rebuilding(Membership):
             for p in tensor.places
         ]
         yields = [rule for term in longest.terms for rule in term.yields]
-        placement.restore({*replaced}, slots_given(workers.values(), longest), places, yields)
+        placement.restore(replaced, slots_given(workers.values(), longest), places, yields)
         self.look_for_uneven(now)
         self.registry.restore(tensors, max(r.key for r in workers.values()))
 

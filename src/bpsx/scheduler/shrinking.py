@@ -25,6 +25,7 @@ class Shrinking(Balancing):
         super().__init__(*given)
         # Machine -> its root's connection, where only the root speaks to the servers.
         self._roots: dict[int, bytes] = {}
+        self._done: set[bytes] = set()  # neighbours of lost workers that were about to leave
 
     @property
     def _dropped(self) -> dict[int, int]:
@@ -52,6 +53,10 @@ class Shrinking(Balancing):
         """Those of ``ranks`` whose machines have all of their processes among them."""
         found = {*ranks}
         return {rank for rank in found if found.issuperset(self._machine(rank))}
+
+    def lives(self, rank: int) -> bool:
+        """Whether a worker of this rank is in the job."""
+        return rank in self._roster.live
 
     def _count_senders(self) -> int:
         """Number of live workers that speak to the servers."""
@@ -96,6 +101,7 @@ class Shrinking(Balancing):
             text += f"; its machine leaves the job with it: {more}"
         for neighbour in neighbours:
             waits = neighbour.presence is Presence.LEAVING
+            self._done |= {neighbour.ident} if waits else set()
             self._remove(neighbour)
             told = {"type": "GOODBYE"} if waits else lost_message(text, goes_on=True)
             out.append((neighbour.ident, told))
@@ -127,7 +133,7 @@ class Shrinking(Balancing):
         )
         for node in lost[1:]:
             more = f"{node} has left the job with {lost[0]}"
-            self.losses.append(Loss(node, more, more, planned))
+            self.losses.append(Loss(node, more, more, planned or node.ident in self._done))
         self.losses.append(Loss(lost[0], why, text, planned))
         message = self._new_term(
             [], text, dropped=ranks, living=len(senders), leaving=ranks if planned else []

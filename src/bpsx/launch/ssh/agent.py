@@ -39,6 +39,8 @@ class Runner:
         self._ending = Ending(0, float(request["kill_after"]))
         self._rest = b""
         self._input_open = True
+        # What a scheduler tells its launcher (BPSX_STATE_FD); -1: nothing more comes.
+        self._state, self._state_rest = -1, b""
 
     def run(self) -> int:
         """Run the process; returns its exit status, or 128 + n if signal n ended it."""
@@ -58,6 +60,7 @@ class Runner:
             try:
                 while self._child.status is None:
                     file = self._step(wake, file)
+                self._pass_state_on()
                 self._say(f"ended {self._child.status} {int(self._child.killed)}")
             finally:
                 self._child.send(signal.SIGKILL)  # and its descendants
@@ -70,6 +73,11 @@ class Runner:
             environment["PATH"] = os.pathsep.join([first, *filter(None, [environment.get("PATH")])])
         if file:
             environment["BPSX_PORT_FILE"] = str(file)
+        writing = -1
+        if self._request["tells"]:
+            self._state, writing = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(self._state, False)
+            environment["BPSX_STATE_FD"] = str(writing)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on())
         try:
             process = subprocess.Popen(
@@ -78,11 +86,14 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd=self._request["directory"] or None,
+                pass_fds=[writing] if writing >= 0 else [],
                 preexec_fn=child_setup(mask),
             )
             self._child = Child("", "", process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if writing >= 0:
+                os.close(writing)
 
     def _over(self, text: str, status: int) -> int:
         print(f"bpsx-run: error: {text}", file=sys.stderr, flush=True)
@@ -96,11 +107,16 @@ class Runner:
         poll.register(wake, select.POLLIN)
         if self._input_open:
             poll.register(0, select.POLLIN)
+        if self._state >= 0:
+            poll.register(self._state, select.POLLIN)
         due = self._ending.due
         waits = [_LOOK if file else None, None if due is None else max(0.0, due - time.monotonic())]
         timeout = min((w for w in waits if w is not None), default=None)
         for descriptor, _ in poll.poll(None if timeout is None else int(timeout * 1000) + 1):
-            self._read(descriptor)
+            if descriptor == self._state:
+                self._pass_state_on()
+            else:
+                self._read(descriptor)
         self._child.poll_exit()
         number = self._ending.take(time.monotonic())
         if number == signal.SIGTERM:
@@ -124,6 +140,18 @@ class Runner:
             if not data:
                 self._input_open = False
                 self._ending.begin(time.monotonic())
+
+    def _pass_state_on(self) -> None:
+        """Pass on what the scheduler has written so far."""
+        with contextlib.suppress(BlockingIOError):
+            while self._state >= 0:
+                data = os.read(self._state, 4096)
+                *lines, self._state_rest = (self._state_rest + data).split(b"\n")
+                for line in lines:
+                    self._say(f"state {line.decode(errors='replace')}")
+                if not data:
+                    os.close(self._state)
+                    self._state = -1
 
     def _pass_on(self, number: int) -> None:
         """Signal the process only, as it is a bpsx-run, which passes signals on itself.

@@ -2,9 +2,9 @@
 
 The protocol uses the input and output of an ssh. The launcher sends one line of JSON that says what
 to run, then a line with a number for each signal to pass on; the end of input ends the process. The
-agent replies on standard output, mixed with the process's own output: ``up``, ``port N``, ``ended
-STATUS KILLED``, behind a marker that is unique to each process. Secrets travel in the request,
-never on a command line.
+agent replies on standard output, mixed with the process's own output: ``up``, ``port N``, ``state
+LINE`` (a scheduler has written a line to BPSX_STATE_FD), ``ended STATUS KILLED``, behind a marker
+that is unique to each process. Secrets travel in the request, never on a command line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def request(marker: bytes, **what: Any) -> bytes:
     """Encode the first line of input.
 
     ``what``: ``command``, ``environment``, ``directory`` ("" for any), ``path`` (a folder put first
-    on the PATH, "" for none), ``find_port``, ``kill_after``.
+    on the PATH, "" for none), ``find_port``, ``tells`` (whether it is a scheduler), ``kill_after``.
     """
     return json.dumps({"marker": marker.decode(), **what}).encode() + b"\n"
 
@@ -50,16 +50,28 @@ class SshProcess(Process):
     """An ssh to start, and the process at its remote end.
 
     ``request``: the first line of input for the agent. ``host``: its host. ``marker``: prefix of
-    its messages.
+    its messages. ``machine``: the number of a worker's; its processes are those of the remote
+    bpsx-run.
     """
 
     _: KW_ONLY
     request: bytes = field(repr=False)
     host: str
     marker: bytes
+    machine: int = -1
 
     here: ClassVar[bool] = False
     stdin: ClassVar[int] = subprocess.PIPE
+
+    @property
+    def number(self) -> int:
+        """See :class:`~bpsx.launch.backend.Process`."""
+        return -1  # it may be several
+
+    @property
+    def place(self) -> str:
+        """See :class:`~bpsx.launch.backend.Process`."""
+        return f"machine {self.machine}" if self.machine >= 0 else ""
 
     @property
     def ignored(self) -> Sequence[int]:
@@ -83,6 +95,11 @@ class SshChild(Child):
         self._killed = False  # whether a signal ended the remote process
         self._control = started.stdin
         self._complaints = b""
+        self._heard: Callable[[str], None] = lambda _: None
+
+    def listen(self, heard: Callable[[str], None]) -> None:
+        """See :class:`~bpsx.launch.child.Child`."""
+        self._heard = heard
 
     def begin(self) -> None:
         """Send the request. Raises OSError if it is too large."""
@@ -105,6 +122,8 @@ class SshChild(Child):
                 self.up = True
             case ["port", port] if port.isdigit():
                 self.port = int(port)
+            case ["state", *words]:
+                self._heard(" ".join(words))
             case ["ended", _, killed]:
                 self._ended = True
                 self._killed = killed == "1"

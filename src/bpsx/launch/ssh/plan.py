@@ -152,6 +152,7 @@ class Remote(Plan):
             environment=environment,
             directory=self.directory if role == "worker" else "",
             find_port=role == "scheduler" and not port,
+            tells=role == "scheduler",
             kill_after=self.kill_after,
         )
         return SshProcess(
@@ -162,6 +163,7 @@ class Remote(Plan):
             request=what,
             host=host.name,
             marker=marker,
+            machine=index if role == "worker" else -1,
         )
 
     def _ssh(self, host: Host, environment: Mapping[str, str]) -> list[str]:

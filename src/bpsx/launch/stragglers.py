@@ -1,0 +1,76 @@
+"""Workers that run on although the job is over for them, and when to send them which signal."""
+
+from __future__ import annotations
+
+from bpsx.launch.backend import Process
+from bpsx.launch.child import Child, Ending
+from bpsx.launch.scheduler_state import SchedulerState
+
+
+class Stragglers:
+    """Workers that have to end while others go on.
+
+    A worker without which the job goes on, such as the neighbour of a process that has died, gets
+    ``grace`` seconds. One that was started again, and has not joined before the job was over, gets
+    none: it would wait for a scheduler, while others may still save something. Then they get
+    SIGTERM, and SIGKILL ``kill_after`` seconds later. A bpsx-run elsewhere, which ends the
+    neighbours of its dead processes in the same way, is given the time for that, too.
+    """
+
+    def __init__(self, scheduler: SchedulerState, grace: float, kill_after: float) -> None:
+        self._scheduler, self._grace, self._kill_after = scheduler, grace, kill_after
+        # Worker -> its place, and how often a process had joined there before it was started; -1
+        # for a worker with which the job begins.
+        self._places: dict[Child, tuple[str, int]] = {}
+        self._graces: dict[Child, float] = {}
+        self._endings: dict[Child, Ending] = {}
+
+    def entries(self, process: Process) -> int:
+        """How often a worker has joined the running job in the place of ``process``."""
+        return self._scheduler.entries(process.place)
+
+    def started(self, child: Child, process: Process, before: int = -1) -> None:
+        """Note a started worker. ``before``: :meth:`entries` before it was started again."""
+        if process.place:
+            self._places[child] = process.place, before
+            self._graces[child] = self._grace + (0.0 if process.here else 2 * self._kill_after)
+
+    def look(self, now: float) -> None:
+        """Find the workers that have to end."""
+        over, gone = self._scheduler.over(), self._scheduler.gone()
+        if not (over or gone):
+            return
+        for child, (place, before) in self._places.items():
+            if child.status is not None or child in self._endings:
+                continue
+            joined = self._scheduler.entries(place) > before
+            if joined and place in gone:
+                self._end(child, now, self._graces[child])
+            elif over and not joined:
+                self._end(child, now, 0.0)
+
+    def _end(self, child: Child, now: float, grace: float) -> None:
+        self._endings[child] = Ending(grace, self._kill_after)
+        self._endings[child].begin(now)
+
+    def __contains__(self, child: Child) -> bool:
+        return child in self._endings
+
+    @property
+    def due(self) -> float | None:
+        """When the next signal is due; None if none is."""
+        due = [e.due for c, e in self._endings.items() if c.status is None and e.due is not None]
+        return min(due, default=None)
+
+    def send(self, now: float) -> None:
+        """Send the signals that are due."""
+        for child, ending in self._endings.items():
+            if child.status is None and (number := ending.take(now)):
+                child.send(number)
+                child.overdue = child.overdue or f"{self._why(child)}, got {number.name} and "
+
+    def _why(self, child: Child) -> str:
+        place, before = self._places[child]
+        if self._scheduler.entries(place) > before:
+            return f"was still running {self._graces[child]:g} s after the job had lost it"
+        return "had not joined when the job was over"
