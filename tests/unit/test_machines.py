@@ -57,6 +57,8 @@ def test_one_that_waits_to_leave_may_go_when_its_machine_is_lost():
     assert not m.bye(b"w3", {"failure": ""}, 1.0), "keys are still on the move"
     out = dict(m.gone(b"w2", "cut", 1.5))
     assert out[b"w3"]["type"] == "GOODBYE" and out[b"w5"]["dropped"] == [2, 3]
+    # It has left in good order: the launcher must not end it after the grace time.
+    assert [(loss.node.rank, loss.planned) for loss in m.losses[-2:]] == [(3, True), (2, False)]
 
 
 def test_the_last_machine_ends_the_job():

@@ -1,0 +1,76 @@
+"""Workers that the launcher has to end alone: which, and when."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from bpsx.launch.backend import Process
+from bpsx.launch.scheduler_state import SchedulerState
+from bpsx.launch.stragglers import Stragglers
+
+WORKER = Process("worker 1", "worker", ("x",), {"DMLC_WORKER_ID": "1"})
+
+
+class Running:
+    """A child that runs, and notes its signals."""
+
+    status, overdue = None, ""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def send(self, number: int) -> None:
+        self.got.append(number)
+
+
+def ended(lines: list[str], before: int) -> tuple[list[list[int]], str]:
+    """The signals of a worker by 2 s, 3 s and 5 s after it was seen, and why it got them."""
+    scheduler = SchedulerState()
+    stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
+    anything: Any = child
+    stragglers.started(anything, WORKER, before)
+    scheduler.far += lines
+    stragglers.look(0.0)
+    got = []
+    for now in (2.0, 3.0, 5.0):
+        stragglers.send(now)
+        got.append([*child.got])
+    assert (anything in stragglers) == bool(child.got) and stragglers.due is None
+    return got, child.overdue
+
+
+BOTH = [signal.SIGTERM, signal.SIGKILL]
+
+
+@pytest.mark.parametrize("lines", [["gone worker 1"], ["entered worker 2", "gone worker 1"]])
+def test_a_lost_worker_has_its_grace_time(lines):
+    got, why = ended(lines, before=-1)
+    assert got == [[], BOTH[:1], BOTH]
+    assert why == "was still running 3 s after the job had lost it, got SIGTERM and "
+
+
+@pytest.mark.parametrize("lines", [[], ["gone worker 11", "gone machine 1"], ["lost worker 1 7"]])
+def test_others_are_left_alone(lines):
+    assert ended(lines, before=-1) == ([[], [], []], "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_meant"),
+    [
+        (["gone worker 1"], False),
+        (["gone worker 1", "entered worker 1"], False),
+        (["gone worker 1", "entered worker 1", "gone worker 1"], True),
+    ],
+)
+def test_a_worker_that_was_started_again_is_not_taken_for_the_one_before(lines, is_meant):
+    assert bool(ended(lines, before=0)[1]) == is_meant
+
+
+def test_one_that_has_not_joined_when_the_job_is_over_has_no_grace_time():
+    got, why = ended(["gone worker 1", "over"], before=0)
+    assert got == [BOTH[:1], BOTH[:1], BOTH]
+    assert why == "had not joined when the job was over, got SIGTERM and "
+    assert ended(["gone worker 1", "entered worker 1", "over"], before=0)[1] == ""
