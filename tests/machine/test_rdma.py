@@ -35,6 +35,7 @@ for code in BY_CODE:
 for given in (
     {"compressor": "onebit", "ef": "vanilla"},
     {"compressor": "topk", "k": 0.9, "ef": "vanilla"},
+    {"compressor": "topk", "k": 4096},
 ):
     make(compression(given), "float32", 4096, 0, None)
 """
