@@ -214,6 +214,13 @@ class Growing(Leaving):
         """Handle BYE."""
         raise NotImplementedError
 
+    def _may_balance(self, now: float) -> bool:
+        """See :class:`~bpsx.scheduler.balancing.Balancing`.
+
+        The term in which newcomers enter has its number before it is told.
+        """
+        return not self._entering and super()._may_balance(now)
+
     # ---- the course of a meeting
 
     def tend(self, now: float) -> list[Output]:
