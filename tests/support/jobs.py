@@ -255,7 +255,6 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "BYTEPS_ENABLE_IPC": "0",
             "BPSX_ANNOUNCE": "0",
-            "PYTHONFAULTHANDLER": "1",
             **(env or {}),
         }
         if "BPSX_CACHE_DIR" in os.environ:
