@@ -394,23 +394,35 @@ bpsx.shutdown()
 """
 
 
-def test_a_far_worker_that_dies_is_started_again_and_joins(
-    launcher: Launcher, server: Sshd, tmp_path: Path
-) -> None:
-    job = start(
+def start_three(
+    launcher: Launcher, server: Sshd, tmp_path: Path, source: str, *options: str
+) -> subprocess.Popen[str]:
+    """Start a job of a server and three far workers, one of which ends and is started again."""
+    return start(
         launcher,
         server,
         "HOST server\nHOST\nHOST\nHOST",
-        *("--max-restarts", "3", "--env", f"FLAG:{tmp_path / 'flag'}"),
-        *("--env", "BPSX_ELASTIC:shrink", PY, "-c", _ELASTIC),
+        *("--max-restarts", "3", *options, "--env", f"FLAG:{tmp_path / 'flag'}"),
+        *("--env", "BPSX_ELASTIC:shrink", PY, "-c", source),
     )
+
+
+def assert_started_again(err: list[str], status: int) -> None:
+    """Worker 1 has ended with ``status``, was started again, and the job went on without it."""
+    died = f"bpsx-run: worker 1 127.0.0.1 exited with status {status}"
+    assert f"{died}; started again in 0.5 s (1 of 3)" in err
+    assert f"{died}, and the job went on without it" in err
+
+
+def test_a_far_worker_that_dies_is_started_again_and_joins(
+    launcher: Launcher, server: Sshd, tmp_path: Path
+) -> None:
+    job = start_three(launcher, server, tmp_path, _ELASTIC)
     status, out, err = finish(job)
     assert status == 0, err
     assert len(out) == 3 and len({line.split("] ")[1] for line in out}) == 1, out
     assert "ends 3 " in out[0]
-    died = "bpsx-run: worker 1 127.0.0.1 exited with status 137"  # as a shell says of SIGKILL
-    assert f"{died}; started again in 0.5 s (1 of 3)" in err
-    assert f"{died}, and the job went on without it" in err
+    assert_started_again(err, 137)  # as a shell says of SIGKILL
 
 
 _LATE = """
@@ -442,21 +454,13 @@ def test_a_far_worker_that_comes_when_the_job_is_over_is_ended(
     launcher: Launcher, server: Sshd, tmp_path: Path
 ) -> None:
     """It would wait for a scheduler. The others may take their time."""
-    job = start(
-        launcher,
-        server,
-        "HOST server\nHOST\nHOST\nHOST",
-        *("--max-restarts", "3", "--grace", "1", "--env", f"FLAG:{tmp_path / 'flag'}"),
-        *("--env", "BPSX_ELASTIC:shrink", PY, "-c", _LATE),
-    )
+    job = start_three(launcher, server, tmp_path, _LATE, "--grace", "1")
     began = time.monotonic()
     status, out, err = finish(job)
     assert status == 0, err
     assert [line.split("] ")[1] for line in out] == ["ends", "saved"] * 2
     assert time.monotonic() - began < 60
-    died = "bpsx-run: worker 1 127.0.0.1 exited with status 3"
-    assert f"{died}; started again in 0.5 s (1 of 3)" in err
-    assert f"{died}, and the job went on without it" in err
+    assert_started_again(err, 3)
 
 
 #: Process 0 of the second machine ends, or hangs; process 1 hangs when it gets PeerLostError.
