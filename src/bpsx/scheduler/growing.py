@@ -217,7 +217,8 @@ class Growing(Leaving):
     def _may_balance(self, now: float) -> bool:
         """See :class:`~bpsx.scheduler.balancing.Balancing`.
 
-        The term in which newcomers enter has its number before it is told.
+        While workers enter, the next term's number is theirs: servers know it, and workers hear of
+        it when all servers have answered. A move of keys would get that number, too.
         """
         return not self._entering and super()._may_balance(now)
 

@@ -39,7 +39,7 @@ class Runner:
         self._ending = Ending(0, float(request["kill_after"]))
         self._rest = b""
         self._input_open = True
-        # What a scheduler tells its launcher (BPSX_STATE_FD); -1: nothing more comes.
+        # The pipe from a scheduler's BPSX_STATE_FD, or -1; and what came after its last full line.
         self._state, self._state_rest = -1, b""
 
     def run(self) -> int:
