@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,25 +26,16 @@ class Running:
         self.got.append(number)
 
 
-class Far(Process):
-    here = False
-
-
-def ended(
-    lines: list[str],
-    before: int,
-    worker: Process = WORKER,
-    moments: Sequence[float] = (2.0, 3.0, 5.0),
-) -> tuple[list[list[int]], str]:
-    """The signals of a worker by ``moments`` after it was seen, and why it got them."""
+def ended(lines: list[str], before: int) -> tuple[list[list[int]], str]:
+    """The signals of a worker by 2 s, 3 s and 5 s after it was seen, and why it got them."""
     scheduler = SchedulerState()
     stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
     anything: Any = child
-    stragglers.started(anything, worker, before)
+    stragglers.started(anything, WORKER, before)
     scheduler.far += lines
     stragglers.look(0.0)
     got = []
-    for now in moments:
+    for now in (2.0, 3.0, 5.0):
         stragglers.send(now)
         got.append([*child.got])
     assert (anything in stragglers) == bool(child.got) and stragglers.due is None
@@ -60,13 +50,6 @@ def test_a_lost_worker_has_its_grace_time(lines):
     got, why = ended(lines, before=-1)
     assert got == [[], BOTH[:1], BOTH]
     assert why == "was still running 3 s after the job had lost it, got SIGTERM and "
-
-
-def test_a_bpsx_run_elsewhere_has_the_time_to_kill_its_workers():
-    """Otherwise they would outlive it, and perhaps the job."""
-    far = Far("worker 1", "worker", ("x",), {"DMLC_WORKER_ID": "1"})
-    got, _ = ended(["gone worker 1"], -1, far, (6.9, 7.0, 10.9, 11.0))
-    assert got == [[], BOTH[:1], BOTH[:1], BOTH]
 
 
 @pytest.mark.parametrize("lines", [[], ["gone worker 11", "gone machine 1"], ["lost worker 1 7"]])

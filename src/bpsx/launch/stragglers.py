@@ -13,8 +13,8 @@ class Stragglers:
     A worker without which the job goes on, such as the neighbour of a process that has died, gets
     ``grace`` seconds. One that was started again, and has not joined before the job was over, gets
     none: it would wait for a scheduler, while others may still save something. Then they get
-    SIGTERM, and SIGKILL ``kill_after`` seconds later. A bpsx-run elsewhere gets more time before
-    both: it ends the neighbours of its dead processes in the same way, and after SIGTERM all.
+    SIGTERM, and SIGKILL ``kill_after`` seconds later. A bpsx-run elsewhere, which ends the
+    neighbours of its dead processes in the same way, is given the time for that, too.
     """
 
     def __init__(self, scheduler: SchedulerState, grace: float, kill_after: float) -> None:
@@ -22,7 +22,7 @@ class Stragglers:
         # Worker -> its place, and how often a process had joined there before it was started; -1
         # for a worker with which the job begins.
         self._places: dict[Child, tuple[str, int]] = {}
-        self._times: dict[Child, tuple[float, float]] = {}  # grace, and from SIGTERM to SIGKILL
+        self._graces: dict[Child, float] = {}
         self._endings: dict[Child, Ending] = {}
 
     def entries(self, process: Process) -> int:
@@ -33,8 +33,7 @@ class Stragglers:
         """Note a started worker. ``before``: :meth:`entries` before it was started again."""
         if process.place:
             self._places[child] = process.place, before
-            more = 0.0 if process.here else self._kill_after
-            self._times[child] = self._grace + 2 * more, self._kill_after + more
+            self._graces[child] = self._grace + (0.0 if process.here else 2 * self._kill_after)
 
     def look(self, now: float) -> None:
         """Find the workers that have to end."""
@@ -46,12 +45,12 @@ class Stragglers:
                 continue
             joined = self._scheduler.entries(place) > before
             if joined and place in gone:
-                self._end(child, now, self._times[child][0])
+                self._end(child, now, self._graces[child])
             elif over and not joined:
                 self._end(child, now, 0.0)
 
     def _end(self, child: Child, now: float, grace: float) -> None:
-        self._endings[child] = Ending(grace, self._times[child][1])
+        self._endings[child] = Ending(grace, self._kill_after)
         self._endings[child].begin(now)
 
     def __contains__(self, child: Child) -> bool:
@@ -73,5 +72,5 @@ class Stragglers:
     def _why(self, child: Child) -> str:
         place, before = self._places[child]
         if self._scheduler.entries(place) > before:
-            return f"was still running {self._times[child][0]:g} s after the job had lost it"
+            return f"was still running {self._graces[child]:g} s after the job had lost it"
         return "had not joined when the job was over"
