@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -154,6 +155,12 @@ class Launcher:
                     if self.mark.encode() in (entry / "environ").read_bytes():
                         found.append((entry / "cmdline").read_text(errors="replace"))
         return found
+
+    def await_end(self) -> None:
+        """Wait until no process is left, for at most a minute."""
+        end = time.monotonic() + 60
+        while self.left() and time.monotonic() < end:
+            time.sleep(0.05)
 
     def close(self) -> None:
         for process in self.started:

@@ -513,6 +513,8 @@ def test_a_far_machine_whose_processes_hang_is_ended_and_started_again(
     else:
         text = "worker 1 127.0.0.1 was still running 5 s after the job had lost it, got SIGTERM and"
     assert any(text in line and "started again in 0.5 s (1 of 1)" in line for line in err), err
+    # If the launcher has killed ssh, the agent at its other end kills the far processes later.
+    launcher.await_end()
 
 
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:

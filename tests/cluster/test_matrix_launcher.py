@@ -103,9 +103,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
         process = begin(launcher, tmp_path, "pull")
         process.kill()
         process.communicate()
-        end = time.monotonic() + 60
-        while launcher.left() and time.monotonic() < end:
-            time.sleep(0.05)
+        launcher.await_end()
 
 
 _NAMES = """
