@@ -167,6 +167,8 @@ calls = [
     lambda: bps.elastic.TrainerState(trainer, [weight]),
     lambda: bps.elastic.TrainerState(trainer, {"w": 3}),
     lambda: bps.elastic.TrainerState(trainer, sync=3),
+    lambda: bps.elastic.TrainerState(trainer, net=gluon.nn.Dense(1)),
+    lambda: bps.elastic.steps(3, "sgd"),
 ]
 for call in calls:
     try:
@@ -185,6 +187,9 @@ def test_wrong_arguments():
             "TrainerState: params is list; expected what collect_params() returns",
             "TrainerState: value 0 of params is int; expected a Parameter",
             "TrainerState: 'sync' cannot be the name of a value, as TrainerState itself has it",
+            "TrainerState: net is Dense, which your script uses where it is; other workers would"
+            " get a copy. Give Parameters to a TrainerState, as params=net.collect_params()",
+            "TrainerState: trainer is str; expected a DistributedTrainer",
         ]
 
 

@@ -314,6 +314,10 @@ calls = [
     lambda: bps_k.elastic.CommitStateCallback(model),
     lambda: bps_k.elastic.CommitStateCallback(state, 0),
     lambda: bps_k.elastic.UpdateEpochStateCallback(state),
+    lambda: bps.elastic.TensorFlowKerasState(model, critic=model),
+    lambda: bps.elastic.State(v=v),
+    lambda: bps.elastic.steps(3, 4),
+    lambda: bps.elastic.steps(3, model, step=tf.Variable(0)),
 ]
 for call in calls:
     try:
@@ -335,6 +339,11 @@ SAID = [
     "CommitStateCallback: state is Sequential; expected a KerasState",
     "CommitStateCallback: batches_per_commit=0: expected an integer from 1",
     "UpdateEpochStateCallback: the state has no value 'epoch'; give it epoch=0",
+    "TensorFlowKerasState: critic is Sequential, which your script uses where it is; other workers"
+    " would get a copy. Give variables, also those of models, to a TensorFlowState",
+    "State: v is ResourceVariable, which your script uses where it is",
+    "TensorFlowKerasState: model is int; expected a keras.Model",
+    "elastic.steps: TensorFlowKerasState.step is ResourceVariable; expected an int",
 ]
 
 

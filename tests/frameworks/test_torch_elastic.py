@@ -389,20 +389,26 @@ def test_names_that_state_has_itself_are_refused():
         elastic.TorchState(model=3)
     with pytest.raises(ConfigError, match="optimizer is str; expected an Optimizer"):
         elastic.TorchState(optimizer="sgd")
+    with pytest.raises(ConfigError, match="net is Linear, which your script uses .* a TorchState"):
+        elastic.State(net=torch.nn.Linear(1, 1))
 
 
 def test_restore_goes_back_to_what_was_saved():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    state = elastic.TorchState(model, optimizer, step=1, seen=[1])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = elastic.TorchState(model, optimizer, scheduler=scheduler, step=1, seen=[1])
     before = model.weight.detach().clone()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state.step, optimizer.param_groups[0]["lr"] = 5, 0.1
+    scheduler.step()
+    state.step = 5
     state.seen.append(2)
     state.restore()
     assert torch.equal(model.weight, before) and not optimizer.state
     assert (state.step, state.seen, optimizer.param_groups[0]["lr"]) == (1, [1], 0.5)
+    assert state.scheduler is scheduler and scheduler.optimizer is optimizer
+    assert (scheduler.last_epoch, scheduler.get_last_lr()) == (0, [0.5])
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -5,7 +5,7 @@ Set ``BPSX_ELASTIC=shrink`` on all processes. docs/train/uneven-and-elastic.md h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,10 +17,10 @@ from bpsx.mxnet.ops import overwrite
 from bpsx.mxnet.optimizer_state import kept_of, put_back
 from bpsx.mxnet.trainer import DistributedTrainer
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run, steps_of
 from bpsx.plugin.objects import Tensors, broadcast_object
 
-__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "TrainerState", "leave", "run"]
+__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "TrainerState", "leave", "run", "steps"]
 
 
 def _taken(value: Any, what: str) -> tuple[str, list[int], bytes] | None:
@@ -47,6 +47,13 @@ class State(elastic.State):
     """
 
     _FOREIGN = (mx.MXNetError,)
+    _INSTEAD = "Give Parameters to a TrainerState, as params=net.collect_params()"
+
+    @staticmethod
+    def _is_part(value: Any) -> bool:
+        gluon = mx.gluon
+        kinds = (gluon.Parameter, gluon.ParameterDict, gluon.Block, gluon.Trainer)
+        return isinstance(value, kinds)
 
     def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = broadcast_object(values, 0, "elastic", _ARRAYS)
@@ -170,3 +177,12 @@ def _dtype_of(parameter: Any) -> str:
 
 def _shape_of(parameter: Any) -> list[Any] | None:
     return [_dtype_of(parameter), list(parameter.shape)] if _is_known(parameter) else None
+
+
+def steps(number: int, *given: Any, **more: Any) -> Iterator[int]:
+    """Return the numbers of the steps of a training loop, for jobs whose workers come and go.
+
+    ``given`` and ``more``: a :class:`State`, or the arguments of :class:`TrainerState`, such as
+    ``steps(1000, trainer)``. See :func:`bpsx.elastic.steps`.
+    """
+    return steps_of(TrainerState, number, given, more)

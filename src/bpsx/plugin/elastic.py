@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from bpsx.api.lifecycle import finish, session, shutdown
 from bpsx.errors import ConfigError, PeerLostError
+from bpsx.plugin.adapter import as_integer
 from bpsx.plugin.departure import Departed, depart, heeding_sigterm, leave
 
-__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "leave", "run"]
+__all__ = ["Departed", "HostsUpdatedInterrupt", "State", "leave", "run", "steps_of"]
 _Result = TypeVar("_Result")
 
 
@@ -37,13 +38,17 @@ class State:
     Not thread-safe. A subclass for a framework sends models and optimizers, too.
     """
 
+    step: int
     #: Names of attributes that are no values.
     _OWN: tuple[str, ...] = ("_saved", "_names", "_callbacks", "_departures")
     #: Exceptions of the framework whose text may be that of an error of bpsx.
     _FOREIGN: tuple[type[Exception], ...] = ()
+    #: How to have an object sent that is not a value.
+    _INSTEAD = ""
 
     def __init__(self, **values: Any) -> None:
         self._check_names(values)
+        self._check_values(values)
         self._names = list(values)
         self._callbacks: list[Callable[[], None]] = []
         self._departures: list[Callable[[], None]] = []
@@ -100,7 +105,21 @@ class State:
         if changed or entered or change.lost:
             raise HostsUpdatedInterrupt(skip_sync=not entered)
 
-    # ---- for subclasses, and for run()
+    # ---- for subclasses, run() and steps_of()
+
+    def count_steps(self) -> None:
+        """Have a value ``step``, which begins with 0, unless there is one.
+
+        Raises :class:`ConfigError` if it is no integer.
+        """
+        if not hasattr(self, "step"):
+            self._names.append("step")
+            self.step = 0
+        if "step" not in self._names or as_integer(self.step) is None:
+            raise ConfigError(
+                f"elastic.steps: {type(self).__name__}.step is {type(self.step).__name__}; expected"
+                " an int, as it counts the steps"
+            )
 
     def save(self) -> None:
         """Keep a copy of all values, for :meth:`restore`."""
@@ -146,6 +165,19 @@ class State:
         return isinstance(error, PeerLostError) or (
             isinstance(error, self._FOREIGN) and f"{PeerLostError.__name__}: " in str(error)
         )
+
+    @staticmethod
+    def _is_part(value: Any) -> bool:
+        """Whether scripts use ``value`` where it is, as a model, so that a copy would not do."""
+        return False
+
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        """Raise :class:`ConfigError` for a value that workers would get a copy of, in vain."""
+        if wrong := [name for name, value in values.items() if self._is_part(value)]:
+            raise ConfigError(
+                f"{type(self).__name__}: {wrong[0]} is {type(values[wrong[0]]).__name__}, which"
+                f" your script uses where it is; other workers would get a copy. {self._INSTEAD}"
+            )
 
     def _check_names(self, names: Mapping[str, Any]) -> None:
         """Raise :class:`ConfigError` for a name that this object needs itself."""
@@ -227,24 +259,55 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 f" {type(state).__name__}; expected a State"
             )
         with heeding_sigterm():
-            return _repeat(func, state, args, more)
+            return _repeat(lambda: func(state, *args, **more), state, state.sync)
 
     return loop
 
 
-def _repeat(
-    func: Callable[..., _Result], state: State, args: Sequence[Any], more: dict[str, Any]
-) -> _Result:
-    """Call ``func`` until it returns."""
-    agree = state.sync
+def steps_of(kind: type[State], number: Any, given: Sequence[Any], more: Any) -> Iterator[int]:
+    """Return the numbers of the steps of a training loop, as a framework's ``steps`` gives them.
+
+    ``given`` and ``more``: a state, or the arguments of ``kind``, from which one is made. See
+    :func:`bpsx.plugin.arrays_elastic.steps`.
+    """
+    last = as_integer(number)
+    if last is None or last < 0:
+        raise ConfigError(f"elastic.steps: number is {number!r}; expected an int of 0 or more")
+    if given and isinstance(given[0], State):
+        if len(given) > 1 or more:
+            raise ConfigError(
+                "elastic.steps: expected a state, or models and the like from which it makes one;"
+                " not both"
+            )
+        state = given[0]
+    else:
+        state = kind(*given, **more)
+    state.count_steps()
+    return _steps(state, last)
+
+
+def _steps(state: State, last: int) -> Iterator[int]:
+    boundary: Callable[[], None] = state.sync
+    with heeding_sigterm():
+        while True:
+            _repeat(lambda: None, state, boundary)
+            if state.step >= last:
+                return
+            yield state.step
+            state.step += 1
+            boundary = state.check_host_updates
+
+
+def _repeat(func: Callable[[], _Result], state: State, boundary: Callable[[], None]) -> _Result:
+    """Call ``boundary``, then ``func``, and both again after changes of the workers."""
     while True:
         try:
-            agree()
-            return func(state, *args, **more)
+            boundary()
+            return func()
         except HostsUpdatedInterrupt as e:
             # If a worker dies while the workers agree, none loses the steps so far.
             state.save()
-            agree = state.regroup if e.skip_sync else state.sync
+            boundary = state.regroup if e.skip_sync else state.sync
         except Exception as e:
             if not state.has_lost_sender(e) or session().failure:
                 raise
@@ -252,5 +315,5 @@ def _repeat(
             if session().await_agreement().left:
                 depart(state._departures, shutdown)
             state.restore()
-            agree = state.sync
+            boundary = state.sync
         state.on_reset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from bpsx.errors import ConfigError
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run, steps_of
 from bpsx.plugin.objects import broadcast_object
 from bpsx.tensorflow.objects import TENSORS
 from bpsx.tensorflow.ops import check_bytes
@@ -31,6 +31,7 @@ __all__ = [
     "TensorFlowState",
     "leave",
     "run",
+    "steps",
 ]
 
 #: Models of states: BroadcastGlobalVariablesCallback has nothing to do for them.
@@ -47,6 +48,11 @@ class State(elastic.State):
     """
 
     _FOREIGN = (tf.errors.OpError,)
+    _INSTEAD = "Give variables, also those of models, to a TensorFlowState"
+
+    @staticmethod
+    def _is_part(value: Any) -> bool:
+        return _is_variable(value) or hasattr(value, "variables")
 
     def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = broadcast_object(values, 0, "elastic", TENSORS)
@@ -304,3 +310,12 @@ def _agree(what: str, name: str, variables: Sequence[Any], same_names: bool) -> 
 
 def _name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
+
+
+def steps(number: int, *given: Any, **more: Any) -> Iterator[int]:
+    """Return the numbers of the steps of a training loop, for jobs whose workers come and go.
+
+    ``given`` and ``more``: a :class:`State`, or the arguments of :class:`TensorFlowKerasState`,
+    such as ``steps(1000, model, optimizer)``. See :func:`bpsx.elastic.steps`.
+    """
+    return steps_of(TensorFlowKerasState, number, given, more)

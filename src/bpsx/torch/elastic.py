@@ -16,7 +16,7 @@ from bpsx.api.lifecycle import initialised
 from bpsx.api.verbs import rank, size
 from bpsx.errors import ConfigError
 from bpsx.plugin import elastic
-from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
+from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run, steps_of
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.objects import broadcast_object
 from bpsx.torch.ops import push_pull
@@ -29,6 +29,7 @@ __all__ = [
     "TorchState",
     "leave",
     "run",
+    "steps",
 ]
 
 
@@ -109,9 +110,15 @@ class State(elastic.State):
     """Values that all workers have to agree on, as attributes.
 
     Tensors, NumPy arrays, numbers and text travel plainly; a tensor stays on this worker's device.
-    Other objects are pickled, which needs a
-    job secret. See :class:`bpsx.plugin.elastic.State` for the methods.
+    Other objects are pickled, which needs a job secret. Objects with a ``state_dict``, as models,
+    need a :class:`TorchState`. See :class:`bpsx.plugin.elastic.State` for the methods.
     """
+
+    _INSTEAD = "Use a TorchState"
+
+    @staticmethod
+    def _is_part(value: Any) -> bool:
+        return all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
 
     def _broadcast(self, values: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = broadcast_object(values, 0, "elastic")
@@ -125,8 +132,9 @@ class TorchState(State, elastic.PartsState):
     """Models, optimizers, samplers and other values that all workers have to agree on.
 
     ``model``: an :class:`torch.nn.Module`; ``optimizer``: an optimizer, also a
-    :class:`bpsx.torch.DistributedOptimizer`. Both may also be among ``more``, as may an
-    :class:`ElasticSampler`, under any names. Samplers learn what all workers have processed.
+    :class:`bpsx.torch.DistributedOptimizer`. Both may also be among ``more``, under any names, as
+    may an :class:`ElasticSampler`, which learns what all workers have processed, and other objects
+    with ``state_dict()`` and ``load_state_dict()``: learning-rate schedulers, gradient scalers.
     """
 
     def __init__(
@@ -142,7 +150,7 @@ class TorchState(State, elastic.PartsState):
             raise ConfigError(
                 f"TorchState: optimizer is {type(optimizer).__name__}; expected an Optimizer"
             )
-        parts = {name: part for name, part in {**given, **more}.items() if _is_part(part)}
+        parts = {name: part for name, part in {**given, **more}.items() if self._is_part(part)}
         super().__init__(parts, {n: value for n, value in more.items() if n not in parts})
 
     def _copied(self, part: Any) -> Any:
@@ -156,8 +164,12 @@ class TorchState(State, elastic.PartsState):
             broadcast_parameters(part.state_dict(), 0, prefix=f"{name}.")
         elif isinstance(part, torch.optim.Optimizer):
             broadcast_optimizer_state(part, 0, prefix=f"{name}.")
-        else:
+        elif isinstance(part, ElasticSampler):
             part._merge(name)
+        else:
+            told = broadcast_object(part.state_dict(), 0, name)
+            if rank() != 0:
+                part.load_state_dict(told)
 
     def regroup(self) -> None:
         """Let samplers divide what is left among the workers that are there now.
@@ -169,5 +181,10 @@ class TorchState(State, elastic.PartsState):
                 part._merge(f"elastic.{name}")
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, ElasticSampler))
+def steps(number: int, *given: Any, **more: Any) -> Iterator[int]:
+    """Return the numbers of the steps of a training loop, for jobs whose workers come and go.
+
+    ``given`` and ``more``: a :class:`State`, or the arguments of :class:`TorchState`, such as
+    ``steps(1000, model, optimizer)``. See :func:`bpsx.elastic.steps`.
+    """
+    return steps_of(TorchState, number, given, more)

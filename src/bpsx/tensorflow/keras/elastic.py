@@ -15,7 +15,7 @@ from bpsx.plugin import elastic
 from bpsx.plugin.adapter import as_integer
 from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run
 from bpsx.system.tracebacks import public_methods
-from bpsx.tensorflow.elastic import State, TensorFlowKerasState
+from bpsx.tensorflow.elastic import State, TensorFlowKerasState, steps
 
 __all__ = [
     "CommitStateCallback",
@@ -27,6 +27,7 @@ __all__ = [
     "UpdateEpochStateCallback",
     "leave",
     "run",
+    "steps",
 ]
 
 #: By state: the callbacks that count for it in the ``fit`` that is running, by class.
