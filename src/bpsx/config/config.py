@@ -16,9 +16,11 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.config.ignored import NOT_USED
+from bpsx.config.job_options import MOST_WORKERS, TRANSPORT_NAMES
 from bpsx.config.launchers import LaunchedPlace, place
+from bpsx.config.operation_options import NO_ENCRYPTION
 from bpsx.config.option import Option
-from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TRANSPORT_NAMES
+from bpsx.config.options import OPTIONS
 from bpsx.config.parsers import folder
 from bpsx.errors import ConfigError
 

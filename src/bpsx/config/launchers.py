@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bpsx.config.options import MOST_WORKERS
+from bpsx.config.job_options import MOST_WORKERS
 from bpsx.errors import ConfigError
 
 #: End of messages about variables that belong to another program: how to run a job of one process.

@@ -8,7 +8,8 @@ from typing import Any
 from bpsx.config.ignored import NOT_USED
 from bpsx.config.launchers import LAUNCHERS
 from bpsx.config.option import JOB
-from bpsx.config.options import OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
+from bpsx.config.options import OPTIONS
+from bpsx.config.torchrun_options import TORCHRUN, TORCHRUN_OPTIONS
 
 
 def reference() -> str:

@@ -1,0 +1,273 @@
+"""Options that change how fast a job is: partitions, threads, placement, GPUs."""
+
+from __future__ import annotations
+
+import os
+
+from bpsx.config.option import GPUS, TUNING, Option
+from bpsx.config.parsers import FLAG, choice, flag, integer, modules, number, ranks, zero_or
+
+_HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _default_lanes() -> int:
+    """A quarter of the cores, 1 to 4.
+
+    More threads help only while cores are free, and one or two workers may share the server's
+    machine.
+    """
+    return max(1, min(4, _cores() // 4))
+
+
+def _default_compressors() -> int:
+    return max(1, min(4, _cores() // 2))
+
+
+TUNING_OPTIONS: tuple[Option, ...] = (
+    Option(
+        "partition_bytes",
+        "BYTEPS_PARTITION_BYTES",
+        integer(4096),
+        2 << 20,
+        "a whole number of bytes, at least 4096",
+        "Maximum size of a partition (in whole pages); tensors are cut into partitions. Compressed"
+        " tensors have partitions of twice this size. Must be the same on all workers.",
+        TUNING,
+    ),
+    Option(
+        "key_hash_fn",
+        "BYTEPS_KEY_HASH_FN",
+        choice(*_HASHES),
+        "balanced",
+        " | ".join(_HASHES),
+        "How partitions are assigned to servers: by bytes (balanced) or by one of BytePS' hash"
+        " functions. Must be the same on all workers.",
+        TUNING,
+    ),
+    Option(
+        "mixed_mode",
+        "BYTEPS_ENABLE_MIXED_MODE",
+        flag,
+        False,
+        FLAG,
+        "Servers on workers' machines get fewer bytes than other servers, so that all network"
+        " cards carry the same load. Must be the same on all workers.",
+        TUNING,
+    ),
+    Option(
+        "server_weight",
+        "BPSX_SERVER_WEIGHT",
+        integer(1, 1000),
+        1,
+        "1..1000",
+        "Of a server: its share of the bytes relative to other servers. In mixed mode: the speed"
+        " of its machine's network card relative to others.",
+        TUNING,
+    ),
+    Option(
+        "hash_coefficient",
+        "BYTEPS_BUILT_IN_HASH_COEF",
+        integer(1, 2**31),
+        1,
+        "1..2147483648",
+        "Multiplier of the built_in hash function.",
+        TUNING,
+    ),
+    Option(
+        "scheduling_credit",
+        "BYTEPS_SCHEDULING_CREDIT",
+        integer(0),
+        4,
+        "partitions; 0: no bound",
+        "Most partitions per connection that a worker hands to the transport before they have been"
+        " written out; half as many for servers on the same machine. A small credit lets urgent"
+        " tensors overtake. 0 makes priorities ineffective.",
+        TUNING,
+    ),
+    Option(
+        "rdma_rx_depth",
+        "BYTEPS_RDMA_RX_DEPTH",
+        integer(16, 32768),
+        512,
+        "16..32768",
+        "RDMA: most messages per connection that may be on their way to this process.",
+        TUNING,
+    ),
+    Option(
+        "rdma_start_depth",
+        "BYTEPS_RDMA_START_DEPTH",
+        integer(16, 32768),
+        128,
+        "16..32768",
+        "RDMA: most messages per connection that may wait for the adapter to send them.",
+        TUNING,
+    ),
+    Option(
+        "rdma_inbox",
+        "BPSX_RDMA_INBOX_MB",
+        integer(4, 65536),
+        64,
+        "MiB, 4..65536",
+        "RDMA: registered memory of a server's lane for the pushes of one worker, at least 8"
+        " partitions. A worker registers a quarter of it for each lane's answers.",
+        TUNING,
+    ),
+    Option(
+        "send_ahead_ms",
+        "BPSX_SEND_AHEAD_MS",
+        number(0),
+        10.0,
+        "milliseconds; 0: no bound",
+        "Most data per server, as sending time on the slowest server's link, that a worker hands"
+        " to the transport ahead; at least one partition. With more under way, partitions share"
+        " the link and all complete late. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0,"
+        " this option has no effect.",
+        TUNING,
+    ),
+    Option(
+        "engine_threads",
+        "BYTEPS_SERVER_ENGINE_THREAD",
+        integer(1, 256),
+        _default_lanes,
+        "1..256",
+        "Number of lanes of a server. Each lane is a thread with a port and one connection per"
+        " worker. Default: a quarter of the cores, 1 to 4.",
+        TUNING,
+    ),
+    Option(
+        "server_schedule",
+        "BYTEPS_SERVER_ENABLE_SCHEDULE",
+        flag,
+        False,
+        FLAG,
+        "A server processes waiting pushes by priority instead of by arrival.",
+        TUNING,
+    ),
+    Option(
+        "zmq_threads",
+        "BYTEPS_ZMQ_NTHREADS",
+        integer(1, 256),
+        _default_lanes,
+        "1..256",
+        "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.",
+        TUNING,
+    ),
+    Option(
+        "send_buffer",
+        "BPSX_SEND_BUFFER_KB",
+        zero_or(64, 2**20),
+        None,
+        "64..1048576 KiB; 0: the system's own tuning",
+        "Send buffer of each data connection. Default: 448 on loopback, to stay in the CPU's"
+        " caches; else 224, so that little data is ahead of an urgent tensor. Links with a round"
+        " trip of 1 ms or more: use 0, or megabytes. A value below 64 would make traffic within a"
+        " machine wait for TCP.",
+        TUNING,
+    ),
+    Option(
+        "spin_us",
+        "BPSX_SPIN_US",
+        number(0),
+        50.0,
+        "microseconds",
+        "Time for which an idle thread yields its core before it sleeps. On most machines waking"
+        " it takes longer than this.",
+        TUNING,
+    ),
+    Option(
+        "fixed_order",
+        "BPSX_FIXED_ORDER",
+        flag,
+        False,
+        FLAG,
+        "Servers add the workers' pushes in order of rank, so that float sums of three or more"
+        " workers have the same bits in every run. (Within a run all workers get the same bits in"
+        " any case.)",
+        TUNING,
+    ),
+    Option(
+        "min_compress_bytes",
+        "BYTEPS_MIN_COMPRESS_BYTES",
+        integer(0),
+        65536,
+        "bytes",
+        "Tensors smaller than this are not compressed. Must be the same on all workers.",
+        TUNING,
+    ),
+    Option(
+        "compress_threads",
+        "BYTEPS_THREADPOOL_SIZE",
+        integer(1, 64),
+        _default_compressors,
+        "1..64",
+        "Threads of a worker that compress. Default: half of the cores, 1 to 4.",
+        TUNING,
+    ),
+    Option(
+        "compressors",
+        "BPSX_COMPRESSORS",
+        modules,
+        "",
+        "names of Python modules, comma separated",
+        "Modules with compressors from outside the package. Workers and servers import them at"
+        " start. Must be the same on all of them. See CONTRIBUTING.md.",
+        TUNING,
+    ),
+    Option(
+        "keep_memory",
+        "BPSX_KEEP_MEMORY_MB",
+        integer(0, 2**20),
+        256,
+        "MiB; 0: leave malloc alone",
+        "Freed memory that malloc keeps instead of returning it to the system. Without it every"
+        " message needs fresh pages, which costs a fifth of the throughput.",
+        TUNING,
+    ),
+    Option(
+        "reduce_roots",
+        "BYTEPS_REDUCE_ROOTS",
+        ranks,
+        None,
+        "local ranks, comma separated",
+        "GPUs of a machine that take turns as the target of NCCL's reductions and copy the sums to"
+        " the host. Default: each GPU copies a part of every tensor. Must be the same on all"
+        " processes of a machine. Cannot be combined with BYTEPS_PCIE_SWITCH_SIZE.",
+        GPUS,
+    ),
+    Option(
+        "switch_size",
+        "BYTEPS_PCIE_SWITCH_SIZE",
+        integer(1, 65535),
+        None,
+        "1..BYTEPS_LOCAL_SIZE, a divisor of it",
+        "Number of GPUs, with consecutive local ranks, that reduce among themselves; the CPU adds"
+        " their sums. Default: by topology, all GPUs of the machine if NVLink connects them. Must"
+        " be the same on all processes of a machine.",
+        GPUS,
+    ),
+    Option(
+        "nccl_group",
+        "BYTEPS_NCCL_GROUP_SIZE",
+        integer(1, 256),
+        None,
+        "1..256",
+        "Most NCCL collectives, due at the same time, that are queued as one group. Default: 64"
+        " without servers; else 4, because the first copy to the host waits for the last"
+        " collective of the group.",
+        GPUS,
+    ),
+    Option(
+        "nccl_rings",
+        "BYTEPS_NCCL_NUM_RINGS",
+        integer(0, 64),
+        0,
+        "0..64; 0: NCCL decides",
+        "Minimum number of channels of NCCL's communicator. Each channel occupies a multiprocessor"
+        " of the GPU.",
+        GPUS,
+    ),
+)
