@@ -67,6 +67,22 @@ def test_machines_for_which_no_time_is_left_are_named(bench: ModuleType) -> None
         list(bench.roots(late))
 
 
+def test_links_end_in_time(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would take longer than the time that is left does not begin."""
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+
+    def measure(setup: Any) -> Iterator[Any]:
+        now[0] += 100
+        yield bench.Case("links", 1.0, "ms", note=str(setup.networks))
+
+    monkeypatch.setattr(bench.gpu, "links", measure)
+    found = bench.links(bench.Setup("cuda", 4, ["bert-large", "gpt2"], quick=True, end=250.0))
+    assert [next(found).note, next(found).note] == ["['bert-large']"] * 2
+    with pytest.raises(bench.BenchError, match="no time was left for bert-large, 25gbit, k=0"):
+        next(found)
+
+
 def test_costs_are_per_byte_of_a_workers_tensors(bench: ModuleType) -> None:
     found = {
         "bpsx": {"workers": 3.0, "servers": 1.0, "pcie_in": 5e8},
