@@ -119,6 +119,7 @@ class MismatchError(BpsxError, ValueError):
         return _names_in(_FIRST, str(self))[:1]
 
 
+_ROOT_LOST = "was lost before it had broadcast it"
 #: A name anywhere in a text.
 _FIRST = re.compile(_NAME)
 #: Tensors in the scheduler's report of a stall: "worker 0 waits for 'x' (float32 of shape (4,)),
@@ -247,6 +248,14 @@ def from_status(status: int, detail: str = "") -> BpsxError:
     return kind(detail or text)
 
 
+def says_root_lost(text: str) -> bool:
+    """Whether the text of an error says that the root of a broadcast was lost.
+
+    In a job that goes on without that worker, the survivors may broadcast from another root.
+    """
+    return _ROOT_LOST in text
+
+
 def in_short(error: BaseException) -> str:
     """Return ``TypeName: text``, for reports in other processes.
 
@@ -310,7 +319,7 @@ def explain(
             " docs/train/uneven-and-elastic.md)"
         )
     if kind is PeerLostError and broadcast:
-        return f"tensor {name!r}: its root, worker {rank_a}, was lost before it had broadcast it"
+        return f"tensor {name!r}: its root, worker {rank_a}, {_ROOT_LOST}"
     if kind is JoinedError and not broadcast:
         return (
             f"tensor {name!r}: workers on worker {rank_a}'s machine have called join(), and at no"

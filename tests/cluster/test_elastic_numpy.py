@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from support.jobs import Job
 
 TRAINING = """
@@ -74,3 +76,56 @@ def test_each_worker_is_replaced_in_turn():
         assert {tuple(r[2:]) for r in reports} == {(2, 120, 120_000.0)}
         first = living[0].reports()[0]
         assert first[0] == "train" and first[3] >= 10 and first[4] == ["a", 1]
+
+
+ENDS = """
+    import bpsx, numpy as np
+
+    bpsx.init()
+    rank = bpsx.rank()
+
+    @bpsx.elastic.run
+    def train(state):
+        while state.step < 40:
+            {extra}
+            bpsx.push_pull(np.ones(100), name="g")
+            state.step += 1
+            report(["step", state.step])
+            state.commit()
+
+    try:
+        train(bpsx.State(step=0))
+    except bpsx.BpsxError as e:
+        report([type(e).__name__, str(e)])
+        raise
+    report("end")
+    bpsx.shutdown()
+"""
+
+
+@pytest.mark.parametrize("elastic", ["servers", "shrink", "replace"])
+@pytest.mark.parametrize("how", ["sys.exit(3)", "return"])
+def test_a_worker_that_ends_before_the_others_ends_the_job(elastic, how):
+    """It has left in good order: no other broadcast helps, so the others must not try for ever."""
+    source = ENDS.format(extra=f"if rank == 1 and state.step == 20: {how}")
+    env = {"BPSX_ELASTIC": elastic, "BPSX_ELASTIC_WAIT": "30"}
+    with Job(source, workers=3, servers=2, env=env) as job:
+        assert job.workers[1].wait() == (0 if how == "return" else 3)
+        for survivor in (job.workers[0], job.workers[2]):
+            assert survivor.wait() == 1, survivor.text()
+            assert survivor.reports()[-2] == ["step", 20]
+            # The one that hears of it later may hear first that the other has failed of it.
+            assert "worker 1 has left the job without pushing it" in survivor.reports()[-1][1]
+
+
+def test_what_needs_all_workers_is_an_error_after_a_loss():
+    extra = "if state.step == 30: adapter.session().require_all('gathering objects')"
+    source = ENDS.format(extra=extra)
+    source = source.replace("import bpsx,", "from bpsx.plugin import adapter; import bpsx,")
+    with Job(source, workers=3, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+        job.workers[0].wait_for_line('["step", 5]')
+        job.workers[1].signal(signal.SIGKILL)
+        for survivor in (job.workers[0], job.workers[2]):
+            assert survivor.wait() == 1, survivor.text()
+            assert survivor.reports()[-1][0] == "PeerLostError"
+            assert "gathering objects needs all 3 workers, of which 2 are" in survivor.text()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bpsx.errors import ConfigError, PeerLostError
+from bpsx.errors import ConfigError, PeerLostError, Status, explain
 from bpsx.plugin import arrays_elastic, departure
 from bpsx.plugin import elastic as plugin
 from bpsx.session.boundaries import Change
@@ -183,7 +183,7 @@ class Local(plugin.State):
     def _broadcast(self, values):
         if Local.failures:
             Local.failures -= 1
-            raise PeerLostError("worker 0 is gone")
+            raise PeerLostError(explain(Status.PEER_LOST, "elastic", 0, 0, broadcast=True))
         return {name: max(value, Local.ahead) for name, value in values.items()}
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bpsx.errors import ConfigError, PeerLostError
+from bpsx.errors import ConfigError, PeerLeftError, PeerLostError, Status, explain
 from bpsx.plugin import departure
 from bpsx.plugin import elastic as plugin
 from bpsx.session.boundaries import Change
@@ -19,6 +19,7 @@ from bpsx.torch import horovod as hvd
 from support.jobs import TRANSPORTS, Job
 from support.worker_deaths import begun_anew, lose_sender, replace_one
 
+ROOT_LOST = explain(Status.PEER_LOST, "elastic", 0, 0, broadcast=True)
 TRAINING = """
     import torch, time, zlib
     import bpsx.torch as bps
@@ -253,7 +254,7 @@ def test_run_goes_back_to_the_last_commit_after_a_broadcast_has_failed(changes):
         if len(tries) == 1:
             state.commit()
             state.values.append(2)
-            raise PeerLostError("worker 0 is gone")
+            raise PeerLostError(ROOT_LOST)
 
     train(state)
     assert tries == [[1], [1]]
@@ -267,7 +268,7 @@ class Failing(Local):
     def _fail(self, method):
         if self.fails == method:
             self.fails, self.step = "", -1  # a value that has come from another worker
-            raise PeerLostError("worker 1 is gone")
+            raise PeerLostError(ROOT_LOST)
 
     def sync(self):
         self._fail("sync")
@@ -311,7 +312,7 @@ class Framed(Local):
 
 
 def test_run_knows_a_lost_sender_in_a_frameworks_error(changes):
-    lost = Foreign("{{node x}} PeerLostError: worker 0 is gone [Op:BpsxBroadcast]")
+    lost = Foreign(f"{{{{node x}}}} PeerLostError: {ROOT_LOST} [Op:BpsxBroadcast]")
     others = [Foreign("MismatchError: other shapes"), ValueError(f"not by the framework: {lost}")]
     for error in (lost, *others):
         state, tries = Framed(step=1), []
@@ -328,7 +329,7 @@ def test_run_knows_a_lost_sender_in_a_frameworks_error(changes):
         assert tries == ([1, 1] if error is lost else [1])
 
 
-@pytest.mark.parametrize("error", [PeerLostError("gone"), Foreign("PeerLostError: gone")])
+@pytest.mark.parametrize("error", [PeerLostError(ROOT_LOST), Foreign(ROOT_LOST)])
 def test_run_raises_the_end_of_the_job(changes, error):
     plugin.session().failure = "no server is left"
 
@@ -336,7 +337,24 @@ def test_run_raises_the_end_of_the_job(changes, error):
     def train(state):
         raise error
 
-    with pytest.raises(type(error), match="gone"):
+    with pytest.raises(type(error), match="its root"):
+        train(Framed(step=1))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerLeftError("tensor 'g': worker 1 has left the job without pushing it"),
+        PeerLostError("gathering objects needs all 3 workers, of which 2 are left"),
+        Foreign("PeerLostError: allgather needs all 3 workers, of which 2 are left"),
+    ],
+)
+def test_run_raises_what_another_broadcast_does_not_make_good(changes, error):
+    @plugin.run
+    def train(state):
+        raise error
+
+    with pytest.raises(type(error), match="worker"):
         train(Framed(step=1))
 
 

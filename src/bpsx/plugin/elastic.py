@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from bpsx.api.lifecycle import finish, session, shutdown
-from bpsx.errors import ConfigError, PeerLostError
+from bpsx.errors import ConfigError, PeerLostError, says_root_lost
 from bpsx.plugin.adapter import as_integer
 from bpsx.plugin.departure import Departed, depart, heeding_sigterm, leave
 
@@ -161,10 +161,12 @@ class State:
             callback()
 
     def has_lost_sender(self, error: Exception) -> bool:
-        """Whether ``error`` says that a worker was lost while it sent values to this one."""
-        return isinstance(error, PeerLostError) or (
-            isinstance(error, self._FOREIGN) and f"{PeerLostError.__name__}: " in str(error)
-        )
+        """Whether ``error`` says that a worker was lost while it sent values to this one.
+
+        Other losses are not made good by another broadcast: a worker that has left in good order,
+        or an operation that needs all workers.
+        """
+        return isinstance(error, (PeerLostError, *self._FOREIGN)) and says_root_lost(str(error))
 
     @staticmethod
     def _is_part(value: Any) -> bool:
