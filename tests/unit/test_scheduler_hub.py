@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -357,6 +358,7 @@ def test_a_server_gets_the_failure_before_the_end_when_all_workers_die_at_once()
     hub = object.__new__(Hub)
     hub._members, hub._broke, hub._socket = m, "its connection broke", _Deaf({b"w0", b"w1"})
     hub._gone, hub._silent_until = [], float("-inf")
+    hub._monitor = SimpleNamespace(getsockopt=lambda option: 0)
     hub._send(hub._members.gone(b"w0", hub._broke))
     hub._bury()
     assert hub._socket.sent == [(b"s0", "LOST"), (b"s0", "END")]

@@ -297,7 +297,7 @@ class Socket:
 
 def test_the_hub_logs_and_tells_the_launcher(caplog, monkeypatch):
     hub: Any = object.__new__(Hub)
-    hub._members, hub._socket, hub._gone = elastic(), Socket(), [b"s0"]
+    hub._members, hub._socket, hub._gone = elastic(), Socket(), [(b"s0", False)]
     hub._broke, hub._reported, lines = "its connection broke", 0, []
     hub._silent_until = float("-inf")
     monkeypatch.setattr(hub, "_tell_launcher", lines.append)

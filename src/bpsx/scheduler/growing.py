@@ -496,6 +496,7 @@ class Growing(Leaving):
             self.let_in.append(node.rank)
             self._fresh.add(node.rank)
         self._unsaid = False
+        self._quorum.change(self._order)
         self._share_again(self._now)
         workers = list(self._roster.live.values())
         self._full = max(self._full, len(workers))

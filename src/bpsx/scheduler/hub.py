@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError, in_short
 from bpsx.scheduler import messages
+from bpsx.scheduler.ends import Ends
 from bpsx.scheduler.gathering import Output, newcomer
 from bpsx.scheduler.observers import KINDS, Observers
 from bpsx.scheduler.rebuilding import Rebuilding
@@ -83,11 +84,12 @@ class Hub:
             else ""
         )
         self._broke = f"its connection to the scheduler broke{silent}"
-        self._descriptors: dict[int, bytes] = {}
+        self._ends = Ends()
         self._hint = ""
         self._reported = 0  # number of lost servers that have been reported
-        # Nodes whose connections have ended; their last messages may still be unread.
-        self._gone: list[bytes] = []
+        # Nodes whose connections have ended, and whether by silence. Their last messages may still
+        # be unread.
+        self._gone: list[tuple[bytes, bool]] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
         self._looked = time.monotonic()  # when it has last waited for events
         self._silence, self._silent_until = 0.0, -math.inf  # the latest silence of this process
@@ -226,6 +228,7 @@ class Hub:
             if self._exporter is not None:
                 self._exporter.close()
             self._socket.disable_monitor()
+            self._ends.close()
             self._context.destroy(500)
             os.close(self._wake)
         failure = self._members.failure
@@ -448,13 +451,9 @@ class Hub:
         """
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-            ident = (
-                self._descriptors.pop(int(event["value"]), None)
-                if self._refusals.event(event)
-                else None
-            )
-            if ident is not None:
-                self._gone.append(ident)
+            found = self._ends.ended(int(event["value"])) if self._refusals.event(event) else None
+            if found is not None:
+                self._gone.append(found)
 
     def _bury(self) -> None:
         """Handle ended connections.
@@ -462,7 +461,7 @@ class Hub:
         Call this once everything received on them has been read, as that may include a BYE.
         """
         while self._gone:
-            ident = self._gone.pop(0)
+            ident, silent = self._gone.pop(0)
             node = self._members.nodes.get(ident)
             connections.info(
                 "the connection of %s %s",
@@ -474,6 +473,8 @@ class Hub:
                 self._members.desert(why)
                 self._gone.clear()
                 return
+            if silent:
+                self._members.note_silence(ident)
             self._send(self._members.gone(ident, self._broke, time.monotonic()))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
@@ -487,7 +488,7 @@ class Hub:
             log.warning("dropped an invalid message: %s", e)
             return None
         if message["type"] in ("HELLO", "AGAIN"):
-            self._descriptors[int(frames[0].get(zmq.SRCFD))] = ident
+            self._ends.note(int(frames[0].get(zmq.SRCFD)), ident)
         return message
 
     def _handle(self, ident: bytes, message: dict[str, Any]) -> None:
@@ -568,4 +569,5 @@ class Hub:
                 # Not handled as a death yet: the node's BYE may be among the unread messages.
                 # Handling it now would also send its messages before the rest of ``outputs``, and
                 # no server may get END before the failure.
-                self._gone.append(ident)
+                self._read_monitor()  # it knows how the connection has ended
+                self._gone.append((ident, False))

@@ -99,6 +99,7 @@ class Membership(Growing):
             self._note_root(worker)
             self._stalls.enter(worker.rank)
         self._order = dict.fromkeys(w.rank for w in workers if not w.left)
+        self._quorum.confirm(self._order)
         partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
         placement = Placement(
             [len(s.lanes) for s in servers],

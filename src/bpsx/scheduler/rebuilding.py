@@ -389,6 +389,7 @@ class Rebuilding(Membership):
         self._fresh = {rank for rank, r in workers.items() if r.fresh}
         living = self._roster.live
         self._order = dict.fromkeys(r for r in job.order_of_entry() if r in living)
+        self._quorum.confirm(self._order)
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
         departed = [rank for rank in job.left if self._speaks_rank(rank)]

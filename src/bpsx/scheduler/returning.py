@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from bpsx.scheduler.quorum import suffice
 from bpsx.scheduler.reports import Report
 from bpsx.scheduler.roster import names
 from bpsx.scheduler.terms import fixed_workers
@@ -86,9 +87,8 @@ class Returning:
     def _can_lose(self, absent: Sequence[int]) -> bool:
         """Whether the job can go on without the workers that have not come back.
 
-        At most one scheduler can have more than half of the workers, or half of them with the one
-        that entered first. The processes of a machine that sum among themselves count if all are
-        back.
+        At most one scheduler can have as many as :func:`suffice`. The processes of a machine that
+        sum among themselves count if all are back.
         """
         if (
             self.left
@@ -97,9 +97,7 @@ class Returning:
         ):
             return False
         torn, living = {self._sender(rank) for rank in absent}, self.order_of_entry()
-        back = self.workers
-        here = [rank for rank in living if rank in back and self._sender(rank) not in torn]
-        return 2 * len(here) > len(living) or 2 * len(here) == len(living) and living[0] in here
+        return suffice({r for r in self.workers if self._sender(r) not in torn}, living)
 
     def _sender(self, rank: int) -> int:
         """The rank of the process that speaks to the servers for worker ``rank``."""

@@ -30,7 +30,8 @@ class Node:
 
     ``rank``: -1 if it has none yet. ``token``: identifies a worker that lets the scheduler choose.
     ``unconfirmed``: number of errors that it has not confirmed. ``goodbye``: its BYE, while it
-    waits to leave. ``cut``: its connection ended meanwhile.
+    waits to leave. ``cut``: its connection ended meanwhile. ``silent``: its connection has not
+    ended, but nothing was heard on it for too long.
     """
 
     ident: bytes
@@ -47,6 +48,7 @@ class Node:
     supply: Supply = Supply.PUSHING
     goodbye: dict[str, Any] = field(default_factory=dict)
     cut: bool = False
+    silent: bool = False
 
     @property
     def left(self) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 
 from bpsx.scheduler.balancing import Balancing
 from bpsx.scheduler.gathering import Output
+from bpsx.scheduler.quorum import Quorum
 from bpsx.scheduler.roster import Node, names
-from bpsx.scheduler.states import Presence
+from bpsx.scheduler.states import JobState, Presence
 from bpsx.scheduler.surviving import Loss, lost_message
 from bpsx.scheduler.terms import ELASTIC, REPLACE, SHRINK, fixed_workers
 
@@ -21,11 +22,15 @@ from bpsx.scheduler.terms import ELASTIC, REPLACE, SHRINK, fixed_workers
 class Shrinking(Balancing):
     """The workers that a job has lost, and goes on without."""
 
+    _order: dict[int, None]
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         # Machine -> its root's connection, where only the root speaks to the servers.
         self._roots: dict[int, bytes] = {}
         self._done: set[bytes] = set()  # neighbours of lost workers that were about to leave
+        self._quorum = Quorum()
+        self._heard: dict[int, int] = {}  # worker -> the latest term that it has carried out
 
     @property
     def _dropped(self) -> dict[int, int]:
@@ -78,7 +83,34 @@ class Shrinking(Balancing):
             return "it was the last worker" if self.processes == 1 else "it was the last machine"
         if self._sender_left is not None:
             return f"{self._sender_left} has left, perhaps with the only result"
-        return ""
+        return self._cut_off(lost)
+
+    def _cut_off(self, lost: Node | None) -> str:
+        """Why the job must not go on without ``lost``, which may live beyond a split, or ""."""
+        more = self._machine(lost.rank) if lost is not None and lost.silent else ()
+        if self._quorum.holds([w.rank for w in self._others(lost)], more):
+            return ""
+        return (
+            "as many workers are silent as are left, or more, so this scheduler may be the one that"
+            " is cut off; if they live, they may go on with another scheduler at this address"
+        )
+
+    def note_silence(self, ident: bytes) -> None:
+        """The connection of a node has not ended; it was silent for too long. It is gone next."""
+        node = self.nodes.get(ident)
+        if node is not None and not node.left:
+            node.silent = True
+
+    def moved(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """Handle MOVED, as :meth:`Surviving.moved`."""
+        out = super().moved(ident, m, now)
+        node = self.nodes.get(ident)
+        if self.state is JobState.RUNNING and self.terms is not None and node is not None:
+            self._heard[node.rank] = m["term"]
+            speak = [rank for rank, w in self._roster.live.items() if self._speaks(w)]
+            if all(self._heard.get(rank, 0) >= self.terms.number for rank in speak):
+                self._quorum.confirm(self._order)
+        return out
 
     def _must_take_part(self, node: Node) -> bool:
         """Whether lanes wait for what ``node`` says of its keys: then even a leaver is lost.
@@ -96,6 +128,8 @@ class Shrinking(Balancing):
         """Begin a term without ``node``, and without those that sum with it. Arguments as below."""
         neighbours = self._neighbours(node)
         out: list[Output] = []
+        if node.silent:
+            self._quorum.lose(self._machine(node.rank))
         if neighbours:
             more = names([str(neighbour) for neighbour in neighbours])
             text += f"; its machine leaves the job with it: {more}"
@@ -126,6 +160,7 @@ class Shrinking(Balancing):
         if self.processes > 1 and self.registry is not None:
             self.registry.forget(ranks)
         self.terms.drop(ranks, who, [node.ident for node in lost], senders, now, planned)
+        self._quorum.change(self._order)
         why = text
         text += (
             f"; the job goes on with term {self.terms.number} and {len(workers)} of"

@@ -1,0 +1,54 @@
+"""How the connections of a scheduler's nodes end: by the node, or by its silence."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+#: The first byte of TCP_INFO: states in which the peer has ended the connection (Linux,
+#: include/net/tcp_states.h).
+_CLOSE, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 7, 8, 9, 11
+_BY_PEER = {_CLOSE, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
+
+
+class Ends:
+    """The sockets of nodes' connections, which ZeroMQ owns.
+
+    ZeroMQ closes a connection whose peer is silent, and reports that as any other end. So this
+    object holds a duplicate of each descriptor, whose state tells them apart. Only for the thread
+    of the hub.
+    """
+
+    def __init__(self) -> None:
+        self._idents: dict[int, bytes] = {}
+        self._sockets: dict[int, socket.socket] = {}
+
+    def note(self, descriptor: int, ident: bytes) -> None:
+        """A node has introduced itself on ZeroMQ's ``descriptor``."""
+        self._idents[descriptor] = ident
+        old = self._sockets.pop(descriptor, None)
+        if old is not None:
+            old.close()
+        try:
+            self._sockets[descriptor] = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # it has ended meanwhile, or this process has no descriptor left
+            return
+
+    def ended(self, descriptor: int) -> tuple[bytes, bool] | None:
+        """Return the node of a connection that has ended, and whether it was silent.
+
+        None: no node has introduced itself there.
+        """
+        ident = self._idents.pop(descriptor, None)
+        held = self._sockets.pop(descriptor, None)
+        if held is None:
+            return None if ident is None else (ident, False)
+        with held:
+            state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return None if ident is None else (ident, state not in _BY_PEER)
+
+    def close(self) -> None:
+        """Release all descriptors."""
+        for held in self._sockets.values():
+            held.close()
+        self._sockets.clear()
