@@ -15,8 +15,10 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launching import Launcher, words
 
 _SERVER = """
 ListenAddress 127.0.0.1:{port}
@@ -123,3 +125,21 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
     finally:
         process.terminate()
         process.wait()
+
+
+def start(
+    launcher: Launcher,
+    server: Sshd,
+    hosts: str,
+    *rest: str,
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start a job over ssh. HOST in ``hosts``, a hostfile's text, stands for the sshd."""
+    file = launcher.folder.parent / "hosts"
+    file.write_text(hosts.replace("HOST", f"127.0.0.1:{server.port}"))
+    # The mark identifies remote processes; their temporary files go where the test looks.
+    mine = ["--env", launcher.mark, "--env", f"TMPDIR:{launcher.folder}"]
+    return launcher.start(
+        words("--hostfile", str(file), "--ssh", server.ssh, *mine, *rest), environment, **options
+    )

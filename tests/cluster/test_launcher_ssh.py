@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import (
@@ -23,7 +22,7 @@ from launching import (
     wait_for,
     words,
 )
-from sshd import Sshd, sshd
+from sshd import Sshd, sshd, start
 
 SUM = (
     "import sys, numpy, bpsx; bpsx.init(); a = numpy.full(3000, bpsx.rank() + 1,"
@@ -43,23 +42,6 @@ def server(tmp_path: Path) -> Iterator[Sshd]:
 def launcher(tmp_path: Path, server: Sshd) -> Iterator[Launcher]:  # ends before the sshd does
     with launching(tmp_path) as made:
         yield made
-
-
-def start(
-    launcher: Launcher,
-    server: Sshd,
-    hosts: str,
-    *rest: str,
-    environment: dict[str, str] | None = None,
-    **options: Any,
-) -> subprocess.Popen[bytes]:
-    file = launcher.folder.parent / "hosts"
-    file.write_text(hosts.replace("HOST", f"127.0.0.1:{server.port}"))
-    # The mark identifies remote processes; their temporary files go where the test looks.
-    mine = ["--env", launcher.mark, "--env", f"TMPDIR:{launcher.folder}"]
-    return launcher.start(
-        words("--hostfile", str(file), "--ssh", server.ssh, *mine, *rest), environment, **options
-    )
 
 
 def test_a_whole_job(launcher: Launcher, server: Sshd) -> None:
@@ -513,8 +495,6 @@ def test_a_far_machine_whose_processes_hang_is_ended_and_started_again(
     else:
         text = "worker 1 127.0.0.1 was still running 5 s after the job had lost it, got SIGTERM and"
     assert any(text in line and "started again in 0.5 s (1 of 1)" in line for line in err), err
-    # If the launcher has killed ssh, the agent at its other end kills the far processes later.
-    launcher.await_end()
 
 
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:

@@ -85,6 +85,23 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
 
+    @property
+    def due(self) -> float | None:
+        """When :meth:`abandon` has to be called, if the child still runs; None: never."""
+        return None
+
+    def abandon(self, now: float) -> str:
+        """End what reaches a process elsewhere that has not ended in time after SIGKILL.
+
+        Returns a line for the user, or "" if it is not due.
+        """
+        return ""
+
+    def reap(self) -> str:
+        """Wait for its end, after SIGKILL; returns a line for the user, or ""."""
+        self.process.wait()
+        return ""
+
     def vanished(self) -> bool:
         """Whether its process group is empty. For use once the child itself has been reaped."""
         try:

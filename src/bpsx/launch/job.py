@@ -225,6 +225,7 @@ class Job:
                 self._helper_ending.due,
                 self._stragglers.due,
                 self._restarts.due,
+                *(child.due for child in self._status.children if child.status is None),
             )
             if due is not None
         ]
@@ -389,6 +390,9 @@ class Job:
         self._stragglers.send(now)
         if number := self._helper_ending.take(now):
             self._send_overdue(number, self._status.helpers)
+        for child in self._status.children:
+            if child.status is None and (text := child.abandon(now)):
+                self._pump.say(text)
 
     def _send_overdue(self, number: signal.Signals, children: Sequence[Child]) -> None:
         seen = self._status
@@ -451,7 +455,8 @@ class Job:
         for child in children:
             child.send(signal.SIGKILL)
         for child in children:
-            child.process.wait()
+            if text := child.reap():
+                self._pump.say(text)
         end = time.monotonic() + _DYING
         while time.monotonic() < end and not all(child.vanished() for child in children):
             time.sleep(_LOOK)  # the end of a grandchild causes no event

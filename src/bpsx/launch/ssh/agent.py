@@ -3,7 +3,9 @@
 Runs one process as its input says, until the process or the input ends.
 
 The input ends with the connection, and the agent then ends the process. So nothing outlives a
-launcher that was killed or a cable that was pulled.
+launcher that was killed or a connection that was closed.
+
+The agent reports the end of a killed process only when all of its descendants have ended.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 from bpsx.config import child_environment, runtime_dir
 from bpsx.launch.child import Child, Ending, signals
 from bpsx.launch.spawn import cannot_run, child_setup, passed_on
+from bpsx.launch.ssh.descendants import adopt_orphans, kill_all, reap_orphans
 
 _LOOK = 0.02
 
@@ -45,6 +48,7 @@ class Runner:
     def run(self) -> int:
         """Run the process; returns its exit status, or 128 + n if signal n ended it."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        adopt_orphans()
         with (
             signals(self._on_signal) as wake,
             tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder,
@@ -60,11 +64,15 @@ class Runner:
             try:
                 while self._child.status is None:
                     file = self._step(wake, file)
-                self._pass_state_on()
-                self._say(f"ended {self._child.status} {int(self._child.killed)}")
             finally:
-                self._child.send(signal.SIGKILL)  # and its descendants
-                self._child.process.wait()
+                # It could not end its own children, or what they left behind has no launcher.
+                if self._child.killed or not self._input_open:
+                    kill_all()
+                else:
+                    self._child.send(signal.SIGKILL)  # what it has left behind in its group
+            self._pass_state_on()
+            self._say(f"ended {self._child.status} {int(self._child.killed)}")
+            self._child.process.wait()
         return int(self._child.status)
 
     def _start(self, file: Path | None, mask: set[int]) -> None:
@@ -117,12 +125,11 @@ class Runner:
                 self._pass_state_on()
             else:
                 self._read(descriptor)
-        self._child.poll_exit()
-        number = self._ending.take(time.monotonic())
-        if number == signal.SIGTERM:
+        if number := self._ending.take(time.monotonic()):
             self._pass_on(number)
-        elif number is not None:
-            self._child.send(number)
+        self._child.poll_exit()
+        if self._child.status is None:
+            reap_orphans(self._child.process.pid)
         if file and file.exists():
             self._say(f"port {int(file.read_text())}")
             return None
@@ -156,9 +163,11 @@ class Runner:
     def _pass_on(self, number: int) -> None:
         """Signal the process only, as it is a bpsx-run, which passes signals on itself.
 
-        A second signal would abort its command's cleanup.
+        A second signal would abort its command's cleanup. SIGKILL is for all of its descendants.
         """
-        if self._child:
+        if number == signal.SIGKILL:
+            kill_all()
+        elif self._child:
             with contextlib.suppress(ProcessLookupError):
                 # The process has not been reaped, so the id is still its own.
                 os.kill(self._child.process.pid, number)

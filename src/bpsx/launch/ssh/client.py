@@ -1,8 +1,9 @@
 """The launcher's end of the protocol with :mod:`bpsx.launch.ssh.agent`.
 
 The protocol uses the input and output of an ssh. The launcher sends one line of JSON that says what
-to run, then a line with a number for each signal to pass on; the end of input ends the process. The
-agent replies on standard output, mixed with the process's own output: ``up``, ``port N``, ``state
+to run, then a line with a number for each signal to pass on; the end of input ends the process.
+SIGKILL is for the process and all of its descendants: the agent replies when none is left. It
+replies on standard output, mixed with the process's own output: ``up``, ``port N``, ``state
 LINE`` (a scheduler has written a line to BPSX_STATE_FD), ``ended STATUS KILLED``, behind a marker
 that is unique to each process. Secrets travel in the request, never on a command line.
 """
@@ -16,6 +17,7 @@ import os
 import secrets
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
@@ -29,6 +31,9 @@ from bpsx.system.host import SCRIPT_SIGNALS
 #: thread.
 _PIPE = 1 << 20
 _COMPLAINTS = 4096  # bytes of ssh's standard error that are kept to explain a failure
+#: Seconds from SIGKILL until the agent must have said that the far processes are gone.
+_ANSWER = 5.0
+_LOOK = 0.05
 
 
 def new_marker() -> bytes:
@@ -95,6 +100,7 @@ class SshChild(Child):
         self._killed = False  # whether a signal ended the remote process
         self._control = started.stdin
         self._complaints = b""
+        self._due: float | None = None  # when the end must have been reported
         self._heard: Callable[[str], None] = lambda _: None
 
     def listen(self, heard: Callable[[str], None]) -> None:
@@ -142,12 +148,47 @@ class SshChild(Child):
         return True
 
     def send(self, number: int) -> None:
-        """Pass a signal to the remote process; SIGKILL ends ssh, and so the process."""
-        if number == signal.SIGKILL:
-            return super().send(number)
-        with contextlib.suppress(OSError, ValueError):  # ended, or closed
-            os.write(self._control.fileno(), b"%d\n" % number)
-        return None
+        """Signal the remote process; SIGKILL is for its descendants, too.
+
+        SIGKILL ends ssh where no agent can be reached.
+        """
+        ordered = self._order(b"%d" % number)
+        if number != signal.SIGKILL:
+            return
+        if ordered and self.up and self.status is None:
+            self._due = self._due or time.monotonic() + _ANSWER
+        else:
+            super().send(number)
+
+    def _order(self, line: bytes) -> bool:
+        """Send a line to the agent; returns whether ssh has taken it."""
+        with contextlib.suppress(OSError, ValueError):  # ended or blocked, or closed
+            return os.write(self._control.fileno(), line + b"\n") > 0
+        return False
+
+    @property
+    def due(self) -> float | None:
+        """See :class:`~bpsx.launch.child.Child`."""
+        return self._due
+
+    def abandon(self, now: float) -> str:
+        """See :class:`~bpsx.launch.child.Child`."""
+        if self._due is None or now < self._due:
+            return ""
+        self._due = None
+        super().send(signal.SIGKILL)
+        return (
+            f"{self.name}: no word from {self._start.host} for {_ANSWER:g} s after SIGKILL;"
+            " bpsx-run does not wait any longer, and processes of the job may still run there"
+        )
+
+    def reap(self) -> str:
+        """See :class:`~bpsx.launch.child.Child`."""
+        text = ""
+        while self.process.poll() is None and not text and self._due is not None:
+            text = self.abandon(time.monotonic())
+            time.sleep(_LOOK)
+        return super().reap() or text
 
     def end(self) -> str:
         """See :class:`~bpsx.launch.child.Child`."""
