@@ -235,3 +235,53 @@ def test_a_real_job_goes_on_without_a_killed_server(transport: str) -> None:
     assert sorted(done.stdout.splitlines()) == ["[worker 0] right", "[worker 1] right"]
     assert re.fullmatch(WENT_ON, done.stderr.splitlines()[-1]), done.stderr
     assert "workers have moved" in done.stderr, done.stderr
+
+
+#: Worker 0 stops a server, and trains until the launcher has started another one.
+_STOPPING = """
+import os, signal
+import bpsx, numpy as np
+bpsx.init()
+def servers():
+    launcher = os.getppid()
+    children = open(f"/proc/{launcher}/task/{launcher}/children").read().split()
+    ours = lambda pid: open(f"/proc/{pid}/cmdline").read().endswith("bpsx.server\\0")
+    return {int(pid) for pid in children if ours(pid)}
+first = servers()
+for step in range(5): bpsx.push_pull(np.ones(300_000), name="x")
+if bpsx.rank() == 0: os.kill(max(first), signal.SIGSTOP)
+while not bpsx.push_pull(np.ones(1) * bool(bpsx.rank() == 0 and servers() - first), name="end")[0]:
+    assert (bpsx.push_pull(np.ones(300_000), name="x", average=False) == 2).all()
+print("right", flush=True)
+"""
+
+
+@pytest.mark.parametrize("servers", ["2", "1"])
+def test_a_stopped_server_is_ended_and_started_again(servers: str) -> None:
+    """The job has gone on without it, or waits for another one."""
+    words = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2"]
+    words += ["--servers", servers, "--max-restarts", "1", "--grace", "0.5"]
+    done = subprocess.run(
+        [*words, sys.executable, "-c", _STOPPING],
+        env={**os.environ, "PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[worker 0] right", "[worker 1] right"]
+    hung = r"server [01] was still running 0.5 s after the job had lost it, got SIGTERM and"
+    ended = f"bpsx-run: {hung} was killed by SIGKILL"
+    assert re.search(ended + r"; started again in 0.5 s \(1 of 1\)\n", done.stderr), done.stderr
+    assert re.search(ended + ", and the job went on without it", done.stderr), done.stderr
+
+
+def test_a_server_that_leaves_is_not_ended(launcher: Launcher) -> None:
+    """The scheduler reports no "gone", as it has asked to leave, however long its end takes."""
+    hub = RUNNING + "tell(f'lost server 0 {pids[0]}')\nserve()"
+    server = JOIN + "link.send(b'%d' % os.getpid())\nlink.recv(1)\n"
+    worker = "import time; time.sleep(1.5)\n" + GO
+    status, _, err = finish(start(launcher, hub, worker, server=server))
+    assert (status, err) == (0, [])

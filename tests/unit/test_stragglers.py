@@ -1,8 +1,9 @@
-"""Workers that the launcher has to end alone: which, and when."""
+"""Processes that the launcher has to end alone: which, and when."""
 
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +22,18 @@ class Running:
 
     def __init__(self) -> None:
         self.got: list[int] = []
+        self.process = SimpleNamespace(pid=7)
 
     def send(self, number: int) -> None:
         self.got.append(number)
 
 
-def ended(lines: list[str], before: int) -> tuple[list[list[int]], str]:
-    """The signals of a worker by 2 s, 3 s and 5 s after it was seen, and why it got them."""
+def ended(lines: list[str], before: int, process: Process = WORKER) -> tuple[list[list[int]], str]:
+    """The signals of a process by 2 s, 3 s and 5 s after it was seen, and why it got them."""
     scheduler = SchedulerState()
     stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
     anything: Any = child
-    stragglers.started(anything, WORKER, before)
+    stragglers.started(anything, process, before)
     scheduler.far += lines
     stragglers.look(0.0)
     got = []
@@ -55,6 +57,13 @@ def test_a_lost_worker_has_its_grace_time(lines):
 @pytest.mark.parametrize("lines", [[], ["gone worker 11", "gone machine 1"], ["lost worker 1 7"]])
 def test_others_are_left_alone(lines):
     assert ended(lines, before=-1) == ([[], [], []], "")
+
+
+@pytest.mark.parametrize("before", [-1, 0])
+def test_a_lost_server_has_its_grace_time(before):
+    server = Process("server 0", "server", ("x",), {})
+    assert ended(["gone server 7"], before, server)[0] == [[], BOTH[:1], BOTH]
+    assert ended(["gone server 71", "gone worker 7", "over"], before, server)[1] == ""
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ _LOOK = 0.01
 #: Interval in seconds for asking whether the job goes on without a server that has died. The
 #: scheduler says so within moments, unless it is busy.
 _LOOK_FOR_LOSS = 0.1
-#: Interval in seconds for asking whether the job goes on without a worker that still runs.
+#: Interval in seconds for asking whether the job goes on without a process that still runs.
 _LOOK_FOR_STRAGGLERS = 1.0
 #: Seconds for which output stays open after all children have ended, for what they left behind,
 #: such as a resource tracker that cleans up.
@@ -231,7 +231,7 @@ class Job:
         ]
         if self._undecided():
             waits.append(_LOOK_FOR_LOSS)
-        if self._status.scheduler.tells and "worker" in self._may_lose:
+        if self._status.scheduler.tells and self._may_lose:
             waits.append(_LOOK_FOR_STRAGGLERS)
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
         self._handle_exits(time.monotonic())

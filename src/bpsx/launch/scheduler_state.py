@@ -110,7 +110,7 @@ class SchedulerState:
         return self._lines().count(f"entered {place}")
 
     def gone(self) -> set[str]:
-        """The places whose latest workers are lost, while the job goes on."""
+        """The places whose latest processes are lost, while the job goes on."""
         found: set[str] = set()
         for line in self._lines():
             word, _, place = line.partition(" ")

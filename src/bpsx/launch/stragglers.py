@@ -1,4 +1,4 @@
-"""Workers that run on although the job is over for them, and when to send them which signal."""
+"""Processes that run on although the job is over for them, and when to send them which signal."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from bpsx.launch.scheduler_state import SchedulerState
 
 
 class Stragglers:
-    """Workers that have to end while others go on.
+    """Workers, and servers of this machine, that have to end while others go on.
 
-    A worker without which the job goes on, such as the neighbour of a process that has died, gets
-    ``grace`` seconds. One that was started again, and has not joined before the job was over, gets
-    none: it would wait for a scheduler, while others may still save something. Then they get
+    A process without which the job goes on, such as the neighbour of a process that has died, gets
+    ``grace`` seconds. A worker that was started again, and has not joined before the job was over,
+    gets none: it would wait for a scheduler, while others may still save something. Then they get
     SIGTERM, and SIGKILL ``kill_after`` seconds later. A bpsx-run elsewhere, which ends the
     neighbours of its dead processes in the same way, is given the time for that, too.
     """
 
     def __init__(self, scheduler: SchedulerState, grace: float, kill_after: float) -> None:
         self._scheduler, self._grace, self._kill_after = scheduler, grace, kill_after
-        # Worker -> its place, and how often a process had joined there before it was started; -1
-        # for a worker with which the job begins.
+        # Process -> its place, and how often a worker had joined there before it was started; -1
+        # for a worker with which the job begins, and for a server.
         self._places: dict[Child, tuple[str, int]] = {}
         self._graces: dict[Child, float] = {}
         self._endings: dict[Child, Ending] = {}
@@ -30,13 +30,16 @@ class Stragglers:
         return self._scheduler.entries(process.place)
 
     def started(self, child: Child, process: Process, before: int = -1) -> None:
-        """Note a started worker. ``before``: :meth:`entries` before it was started again."""
-        if process.place:
-            self._places[child] = process.place, before
+        """Note a started process. ``before``: :meth:`entries` before it was started again."""
+        place = process.place
+        if process.role == "server" and process.here:
+            place, before = f"server {child.process.pid}", -1
+        if place:
+            self._places[child] = place, before
             self._graces[child] = self._grace + (0.0 if process.here else 2 * self._kill_after)
 
     def look(self, now: float) -> None:
-        """Find the workers that have to end."""
+        """Find the processes that have to end."""
         over, gone = self._scheduler.over(), self._scheduler.gone()
         if not (over or gone):
             return

@@ -279,7 +279,10 @@ class Hub:
             if i >= members.restored:  # the scheduler before has logged the others
                 log.warning("%s", loss.text)
             self._tell_launcher(f"lost {loss.node.role} {loss.node.rank} {loss.node.pid}")
-            back = i < members.restored and members.lives(loss.node.rank)
+            told = i < members.restored
+            if loss.node.role == "server" and not (loss.planned or told):
+                self._tell_launcher(f"gone server {loss.node.pid}")
+            back = told and members.lives(loss.node.rank)
             if loss.node.role == "worker" and not (loss.planned or back):
                 self._tell_place("gone", loss.node.rank)
         for node in members.turned_away:
