@@ -270,6 +270,7 @@ def test_the_interpreters_folder_comes_first_on_the_far_path(
     launcher: Launcher, server: Sshd
 ) -> None:
     show = INIT + "print(sys.executable, os.environ['PATH'].split(os.pathsep)[0]); bpsx.shutdown()"
+    show += "; assert os.environ['BPSX_STATE_FD'] == '-1'  # bpsx-run's"
     job = start(launcher, server, "HOST server worker", "python", "-c", show)
     assert finish(job) == (0, [f"[worker 0 127.0.0.1] {PY} {os.path.dirname(PY)}"], [])
 
@@ -470,12 +471,14 @@ bpsx.shutdown()
 """
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("number", "reduce"), [("SIGKILL", "1"), ("SIGSTOP", "1"), ("SIGSTOP", "0")]
+)
 def test_a_far_machine_whose_processes_hang_is_ended_and_started_again(
-    launcher: Launcher, server: Sshd, tmp_path: Path, number: str
+    launcher: Launcher, server: Sshd, tmp_path: Path, number: str, reduce: str
 ) -> None:
-    """The bpsx-run there ends the neighbours of a process that has died. If none has died, the
-    launcher ends the machine that the job has lost.
+    """The bpsx-run there ends the neighbours of a process that has died. If none has died, it hears
+    from the launcher which ones the job has lost: all, or one that speaks to the servers itself.
     """
     job = start(
         launcher,
@@ -483,7 +486,11 @@ def test_a_far_machine_whose_processes_hang_is_ended_and_started_again(
         "HOST server\nHOST slots=2\nHOST",
         *("--max-restarts", "1", "--grace", "1", "--env", f"FLAG:{tmp_path / 'flag'}"),
         *("--env", "BPSX_ELASTIC:shrink", "--env", f"NUMBER:{number}", PY, "-c", _HUNG),
-        environment={"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"},
+        environment={
+            "PS_HEARTBEAT_INTERVAL": "1",
+            "PS_HEARTBEAT_TIMEOUT": "5",
+            "BPSX_LOCAL_REDUCE": reduce,
+        },
     )
     status, out, err = finish(job)
     assert status == 0, err
@@ -493,14 +500,69 @@ def test_a_far_machine_whose_processes_hang_is_ended_and_started_again(
         assert "; worker 1.1 was still running after the grace time (1 s), got SIGTERM and" in far
         text = "worker 1 127.0.0.1 exited with status 137"
     else:
-        text = "worker 1 127.0.0.1 was still running 5 s after the job had lost it, got SIGTERM and"
+        (far,) = (line for line in err if "] bpsx-run: worker 1." in line)
+        hung = (
+            "was still running 1 s after the job had lost it, got SIGTERM and was killed by SIGKILL"
+        )
+        assert far.count(hung) == (2 if reduce == "1" else 1), far
+        text = "worker 1 127.0.0.1 exited with status 1;"
     assert any(text in line and "started again in 0.5 s (1 of 1)" in line for line in err), err
+
+
+#: Process 0 of the second machine ends. When both are started again, process 1 comes too late.
+_ONE_LATE = """
+import os, time, numpy, bpsx
+flag, over, me = os.environ["FLAG"], os.environ["FLAG"] + ".over", os.environ["BYTEPS_LOCAL_RANK"]
+again = os.path.exists(flag) and os.environ["DMLC_WORKER_ID"] == "1"
+if again and me == "1":
+    while not os.path.exists(over): time.sleep(0.01)
+    print("late", flush=True)
+bpsx.init()
+@bpsx.elastic.run
+def train(state):
+    if again: open(flag + ".again", "w").close()
+    while state.step < 20:
+        while state.step == 15 and not os.path.exists(flag + ".again"): state.check_host_updates()
+        bpsx.push_pull(numpy.ones(1000), name="x")
+        state.step += 1
+        if state.step == 10 and bpsx.rank() == 2 and not again:
+            open(flag, "w").close()
+            os._exit(3)
+        state.commit()
+train(bpsx.State(step=0))
+bpsx.shutdown()
+print("ends", flush=True)
+open(over, "w").close()
+time.sleep(5)  # it still saves something
+print("saved", flush=True)
+"""
+
+
+def test_one_of_a_far_machines_workers_that_comes_when_the_job_is_over_is_ended(
+    launcher: Launcher, server: Sshd, tmp_path: Path
+) -> None:
+    """It would wait for a scheduler. Its neighbour, which has joined in time, may take its time."""
+    job = start(
+        launcher,
+        server,
+        "HOST server\nHOST slots=2\nHOST slots=2\nHOST slots=2",
+        *("--max-restarts", "3", "--grace", "1", "--env", f"FLAG:{tmp_path / 'flag'}"),
+        *("--env", "BPSX_ELASTIC:shrink", "--env", "BPSX_LOCAL_REDUCE:0", PY, "-c", _ONE_LATE),
+        environment={"BPSX_RENDEZVOUS_TIMEOUT": "90"},
+    )
+    began = time.monotonic()
+    status, out, err = finish(job)
+    assert status == 0, err
+    said = sorted(line.split("] ")[-1] for line in out)
+    assert said == ["ends"] * 5 + ["late"] + ["saved"] * 5, (out, err)
+    assert time.monotonic() - began < 60
+    assert_started_again(err, 3)
 
 
 def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> None:
     show = (
-        INIT
-        + "print(bpsx.rank(), bpsx.local_rank(), bpsx.size(), bpsx.local_size()); bpsx.shutdown()"
+        INIT + "print(bpsx.rank(), bpsx.local_rank(), bpsx.size(), bpsx.local_size(),"
+        " os.environ['BPSX_STATE_FD']); bpsx.shutdown()"
     )
     job = start(
         launcher,
@@ -513,7 +575,7 @@ def test_several_processes_on_a_far_host(launcher: Launcher, server: Sshd) -> No
     )
     status, out, err = finish(job)
     assert (status, err) == (0, [])
-    assert out == [f"[worker 0 127.0.0.1] [worker 0.{i}] {i} {i} 2 2" for i in (0, 1)]
+    assert out == [f"[worker 0 127.0.0.1] [worker 0.{i}] {i} {i} 2 2 -1" for i in (0, 1)]
 
 
 def test_the_far_end_starts_with_one_thread(launcher: Launcher) -> None:

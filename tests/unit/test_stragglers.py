@@ -18,7 +18,7 @@ WORKER = Process("worker 1", "worker", ("x",), {"DMLC_WORKER_ID": "1"})
 class Running:
     """A child that runs, and notes its signals."""
 
-    status, overdue = None, ""
+    status, overdue, role = None, "", "worker"
 
     def __init__(self) -> None:
         self.got: list[int] = []
@@ -33,6 +33,7 @@ def ended(lines: list[str], before: int, process: Process = WORKER) -> tuple[lis
     scheduler = SchedulerState()
     stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
     anything: Any = child
+    child.role = process.role
     stragglers.started(anything, process, before)
     scheduler.far += lines
     stragglers.look(0.0)
@@ -83,3 +84,25 @@ def test_one_that_has_not_joined_when_the_job_is_over_has_no_grace_time():
     assert got == [BOTH[:1], BOTH[:1], BOTH]
     assert why == "had not joined when the job was over, got SIGTERM and "
     assert ended(["gone worker 1", "entered worker 1", "over"], before=0)[1] == ""
+
+
+def test_processes_of_a_machine_that_was_started_again_have_to_join():
+    """Their launcher starts each of them for the first time."""
+    late = "had not joined when the job was over, got SIGTERM and "
+    assert ended(["again", "over"], before=-1) == ([BOTH[:1], BOTH[:1], BOTH], late)
+    assert ended(["again", "entered worker 2", "over"], before=-1)[1] == late
+    assert ended(["again", "gone worker 1", "entered worker 1", "over"], before=-1)[1] == ""
+    assert ended(["over"], before=-1)[1] == ""
+
+
+def test_one_that_has_got_sigterm_gets_no_second_one():
+    scheduler = SchedulerState()
+    stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
+    anything: Any = child
+    stragglers.started(anything, WORKER)
+    scheduler.far += ["gone worker 1"]
+    stragglers.look(0.0)
+    child.overdue = "was still running, got SIGTERM and "
+    for now in (3.0, 5.0):
+        stragglers.send(now)
+    assert child.got == BOTH[1:]

@@ -223,7 +223,8 @@ OPERATION_OPTIONS: tuple[Option, ...] = (
         -1,
         "a file descriptor; -1: none",
         "The scheduler writes lines to this descriptor: waiting, then running, then which process"
-        " has failed the job, if one has, then over. The launcher reads them.",
+        " has failed the job, if one has, then over. The launcher reads them. Over ssh it passes"
+        " some on to the bpsx-run of each worker machine, which reads them from this descriptor.",
         LAUNCHER,
     ),
     Option(

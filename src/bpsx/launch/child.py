@@ -47,6 +47,9 @@ class Child:
     def listen(self, heard: Callable[[str], None]) -> None:
         """Pass the lines on that the child, a scheduler elsewhere, tells its launcher."""
 
+    def tell(self, line: str) -> None:
+        """Pass a line of the scheduler on to the child, a bpsx-run elsewhere. Others ignore it."""
+
     def forward_output(self, pump: Pump) -> None:
         """Give both outputs to ``pump``."""
         for target, pipe in ((1, self.process.stdout), (2, self.process.stderr)):

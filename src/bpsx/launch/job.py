@@ -25,6 +25,7 @@ from bpsx.launch.child import Child, Ending, signals
 from bpsx.launch.job_status import JobStatus
 from bpsx.launch.output_mux import Pump
 from bpsx.launch.restarts import Restarts
+from bpsx.launch.scheduler_state import AGAIN
 from bpsx.launch.spawn import ENDING, cannot_run, child_setup, passed_on
 from bpsx.launch.stragglers import Stragglers
 
@@ -74,6 +75,8 @@ class Job:
             config.asynchronous,
             max(config.term_grace, self._plan.grace),
         )
+        if config.state_fd >= 0 and config.role == "worker":
+            self._status.scheduler.hear(config.state_fd)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         with signals(self._on_signal) as wake:
             self._pump = Pump(wake, child_environment())
@@ -231,12 +234,25 @@ class Job:
         ]
         if self._undecided():
             waits.append(_LOOK_FOR_LOSS)
-        if self._status.scheduler.tells and self._may_lose:
+        scheduler = self._status.scheduler
+        if (scheduler.tells and self._may_lose) or scheduler.hears:
             waits.append(_LOOK_FOR_STRAGGLERS)
         self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
+        scheduler.listen()
+        self._pass_on_news()
         self._handle_exits(time.monotonic())
         self._escalate(time.monotonic())
         self._start_again(time.monotonic())
+
+    def _pass_on_news(self) -> None:
+        """Tell each bpsx-run elsewhere which workers are lost or have joined.
+
+        Of the processes of its machine, the job may have lost only some.
+        """
+        for line in self._status.scheduler.news():
+            for child in self._status.workers:
+                if child.status is None:
+                    child.tell(line)
 
     def _start_again(self, now: float) -> None:
         """Start the processes that are due, unless the job ends."""
@@ -247,7 +263,9 @@ class Job:
         for process in self._restarts.take(now):
             start = self._start_writer if process.role == "scheduler" else self._start
             before = self._stragglers.entries(process)
+            self._pass_on_news()
             if child := start(process):
+                child.tell(AGAIN)
                 seen.again.append(child)
                 self._stragglers.started(child, process, before)
 
@@ -279,6 +297,9 @@ class Job:
         done = seen.complete and all(child.status is not None for child in seen.workers)
         lost = [child for child in ended if self._may_go_on_without(child)]
         seen.lost += lost
+        late = [child for child in ended if self._stragglers.is_late(child)]
+        seen.late += late
+        seen.hung += [child for child in ended if child in self._stragglers and child not in late]
         over = done or seen.scheduler.over()
         for child in lost:
             then = "" if over else self._restarts.ended(child.name, now)
@@ -287,10 +308,9 @@ class Job:
         seen.restarted += [child for child in ended if self._starts_again(child, done, now)]
         # A child failed that the others need. An asynchronous job goes on without a lost worker.
         fatal = self._cannot_go_on() or any(
-            child.status
+            (child.status or child in seen.hung)
             and not (self._asynchronous and child.role == "worker")
-            and child not in seen.lost
-            and child not in seen.restarted
+            and child not in [*seen.lost, *seen.restarted, *seen.late]
             for child in ended
         )
         # A child ended that the job needs to form, so the others would wait for ever.

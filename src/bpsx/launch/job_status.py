@@ -15,7 +15,9 @@ class JobStatus:
     ``complete``: whether all processes have been started. ``trouble``: why the job could not be
     started, and the exit status for it. ``lost``: servers and workers that died while the job may
     have gone on without them. ``again``: processes that were started in the place of such.
-    ``restarted``: schedulers that died and were started again.
+    ``late``: workers that had to be ended as they came when the job was over. ``hung``: processes
+    that had to be ended as the job had lost them. ``restarted``: schedulers that died and were
+    started again.
     """
 
     def __init__(self, forgiving: bool) -> None:
@@ -23,6 +25,8 @@ class JobStatus:
         self.ended: list[Child] = []
         self.lost: list[Child] = []
         self.again: list[Child] = []
+        self.late: list[Child] = []
+        self.hung: list[Child] = []
         self.restarted: list[Child] = []
         self.stop: list[int] = []
         self.complete = False
@@ -63,6 +67,7 @@ class JobStatus:
             and (c.status or c.overdue)
             and (
                 (c.role, c.process.pid) in told
+                or c in self.late
                 or (ended_well and (c in self.lost or c in self.again))
             )
         ]
@@ -71,10 +76,11 @@ class JobStatus:
         """The exit status for the job. ``written``: whether all output has been written."""
         if self.trouble:
             return self.trouble[1]
-        if self._forgiving and not self.stop and not any(child.status for child in self.workers):
+        survived = self.survived
+        bad = [c for c in self.workers if (c.status or c in self.hung) and c not in survived]
+        if self._forgiving and not (self.stop or bad):
             return 0
         # The status of a child that bpsx-run had to end says nothing about the cause.
-        survived = self.survived
         overdue = any(child.overdue for child in self.children if child not in survived)
         if self.stop:
             return (
@@ -119,7 +125,7 @@ class JobStatus:
     def losses(self) -> list[str]:
         """How each process died that the job has survived, as texts."""
         # One that was still starting when the job ended was no loss.
-        lost = [c for c in self.survived if not (c in self.again and c.overdue)]
+        lost = [c for c in self.survived if not (c.overdue and (c in self.again or c in self.late))]
         stories = Counter(
             (child.story(), child.role == "scheduler" and "was started again") for child in lost
         )

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _PIPE = 4096
+#: The lines that a launcher passes on begin with one of these.
+_NEWS = ("gone worker ", "entered worker ", "over")
+#: The first line that a launcher passes on to another one, if the job had lost that one's machine.
+AGAIN = "again"
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,14 @@ class SchedulerState:
     """The lines that a scheduler writes to the descriptor in BPSX_STATE_FD.
 
     ``far``: those of a scheduler elsewhere. Only :meth:`over`, :meth:`entries` and :meth:`gone`
-    heed them: processes elsewhere have other process ids, and their lines may come late.
+    heed them: processes elsewhere have other process ids, and their lines may come late. They come
+    from an ssh, or, with :meth:`hear`, from the launcher that has started this one.
     """
 
     def __init__(self) -> None:
         self.far: list[str] = []
+        self._ear, self._ear_rest = -1, b""
+        self._passed_on = 0, 0
         self._descriptor = -1
         self._read: list[bytes] = []
         self._frozen: str | None = None
@@ -51,6 +58,41 @@ class SchedulerState:
     def tells(self) -> bool:
         """Whether there is a scheduler on this machine that may write lines."""
         return self._descriptor >= 0
+
+    def hear(self, descriptor: int) -> None:
+        """Read the lines of ``far`` from a descriptor."""
+        with contextlib.suppress(OSError):  # no such descriptor
+            os.set_blocking(descriptor, False)
+            self._ear = descriptor
+
+    @property
+    def hears(self) -> bool:
+        """Whether another launcher passes lines on."""
+        return self._ear >= 0
+
+    def listen(self) -> None:
+        """Read what has come since; for the main loop."""
+        with contextlib.suppress(BlockingIOError):
+            while self._ear >= 0:
+                data = os.read(self._ear, _PIPE)
+                *lines, self._ear_rest = (self._ear_rest + data).split(b"\n")
+                self.far += [line.decode(errors="replace") for line in lines]
+                if not data:
+                    os.close(self._ear)
+                    self._ear = -1
+
+    def news(self) -> list[str]:
+        """The lines about workers, and the end of the job, that have come since the last call."""
+        ours, far = self._passed_on
+        lines = self.text().rpartition("\n")[0].splitlines()
+        self._passed_on = len(lines), len(self.far)
+        new = lines[ours:] + self.far[far:]
+        return [line for line in new if line.startswith(_NEWS)]
+
+    @property
+    def started_again(self) -> bool:
+        """Whether another launcher has started this one in the place of a lost machine."""
+        return AGAIN in self.far
 
     def text(self) -> str:
         """All that the scheduler has written."""

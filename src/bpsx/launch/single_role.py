@@ -48,6 +48,7 @@ class SingleRole(Plan):
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:
         """See :class:`~bpsx.launch.backend.Plan`."""
         changes = {
+            **_nothing_heard(),
             "DMLC_ROLE": role,
             "BYTEPS_LOCAL_RANK": str(local_rank),
             "BYTEPS_LOCAL_SIZE": str(self.size),
@@ -138,6 +139,7 @@ def _run_single(command: Sequence[str], config: Config) -> int:
     environment = child_environment(
         BYTEPS_LOCAL_RANK=str(config.local_rank),
         BYTEPS_LOCAL_SIZE=str(config.local_size),
+        **_nothing_heard(),
         **_torch_variables(config, free_port() if config.size == 1 else 0),
     )
     verify(environment)
@@ -149,6 +151,11 @@ def _run_single(command: Sequence[str], config: Config) -> int:
         ]
     _tell(config, {config.local_rank: cpus})
     return run_command(debugged(command, config), environment, cpus)
+
+
+def _nothing_heard() -> dict[str, str]:
+    """The variable that keeps a worker from using the descriptor which bpsx-run reads."""
+    return {"BPSX_STATE_FD": "-1"} if is_set("BPSX_STATE_FD") else {}
 
 
 def _torch_variables(config: Config, port: int) -> dict[str, str]:

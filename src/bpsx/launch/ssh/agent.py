@@ -44,6 +44,7 @@ class Runner:
         self._input_open = True
         # The pipe from a scheduler's BPSX_STATE_FD, or -1; and what came after its last full line.
         self._state, self._state_rest = -1, b""
+        self._told = -1  # the pipe to the BPSX_STATE_FD of a worker machine's bpsx-run, or -1
 
     def run(self) -> int:
         """Run the process; returns its exit status, or 128 + n if signal n ended it."""
@@ -81,11 +82,15 @@ class Runner:
             environment["PATH"] = os.pathsep.join([first, *filter(None, [environment.get("PATH")])])
         if file:
             environment["BPSX_PORT_FILE"] = str(file)
-        writing = -1
+        theirs = -1
         if self._request["tells"]:
-            self._state, writing = os.pipe2(os.O_CLOEXEC)
+            self._state, theirs = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(self._state, False)
-            environment["BPSX_STATE_FD"] = str(writing)
+        elif self._request["hears"]:
+            theirs, self._told = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(self._told, False)
+        if theirs >= 0:
+            environment["BPSX_STATE_FD"] = str(theirs)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on())
         try:
             process = subprocess.Popen(
@@ -94,14 +99,14 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd=self._request["directory"] or None,
-                pass_fds=[writing] if writing >= 0 else [],
+                pass_fds=[theirs] if theirs >= 0 else [],
                 preexec_fn=child_setup(mask),
             )
             self._child = Child("", "", process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if writing >= 0:
-                os.close(writing)
+            if theirs >= 0:
+                os.close(theirs)
 
     def _over(self, text: str, status: int) -> int:
         print(f"bpsx-run: error: {text}", file=sys.stderr, flush=True)
@@ -144,6 +149,9 @@ class Runner:
             for line in lines:
                 if line.isdigit():
                     self._pass_on(int(line))
+                elif line.startswith(b"tell ") and self._told >= 0:
+                    with contextlib.suppress(OSError):  # full, or a single worker reads nothing
+                        os.write(self._told, line[5:] + b"\n")
             if not data:
                 self._input_open = False
                 self._ending.begin(time.monotonic())

@@ -1,7 +1,8 @@
 """The launcher's end of the protocol with :mod:`bpsx.launch.ssh.agent`.
 
 The protocol uses the input and output of an ssh. The launcher sends one line of JSON that says what
-to run, then a line with a number for each signal to pass on; the end of input ends the process.
+to run. Then come lines with the number of a signal to pass on, and ``tell LINE`` (a line for the
+BPSX_STATE_FD of a worker machine's bpsx-run). The end of input ends the process.
 SIGKILL is for the process and all of its descendants: the agent replies when none is left. It
 replies on standard output, mixed with the process's own output: ``up``, ``port N``, ``state
 LINE`` (a scheduler has written a line to BPSX_STATE_FD), ``ended STATUS KILLED``, behind a marker
@@ -45,7 +46,8 @@ def request(marker: bytes, **what: Any) -> bytes:
     """Encode the first line of input.
 
     ``what``: ``command``, ``environment``, ``directory`` ("" for any), ``path`` (a folder put first
-    on the PATH, "" for none), ``find_port``, ``tells`` (whether it is a scheduler), ``kill_after``.
+    on the PATH, "" for none), ``find_port``, ``tells`` (whether it is a scheduler), ``hears``
+    (whether it is a worker machine), ``kill_after``.
     """
     return json.dumps({"marker": marker.decode(), **what}).encode() + b"\n"
 
@@ -106,6 +108,10 @@ class SshChild(Child):
     def listen(self, heard: Callable[[str], None]) -> None:
         """See :class:`~bpsx.launch.child.Child`."""
         self._heard = heard
+
+    def tell(self, line: str) -> None:
+        """See :class:`~bpsx.launch.child.Child`."""
+        self._order(f"tell {line}".encode())
 
     def begin(self) -> None:
         """Send the request. Raises OSError if it is too large."""

@@ -37,6 +37,7 @@ _NOT_HANDED_ON = (
     "DMLC_NODE_HOST",
     "BYTEPS_LOCAL_RANK",
     "BPSX_PORT_FILE",
+    "BPSX_STATE_FD",
 )
 _CONNECT_SECONDS = 10
 
@@ -153,6 +154,7 @@ class Remote(Plan):
             directory=self.directory if role == "worker" else "",
             find_port=role == "scheduler" and not port,
             tells=role == "scheduler",
+            hears=role == "worker",
             kill_after=self.kill_after,
         )
         return SshProcess(
