@@ -192,6 +192,24 @@ def test_a_departure_is_quick():
     assert undisturbed(2, 60) in str(job.workers[0].reports()[-1])
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_launcher_hears_of_a_server_that_is_gone_unless_it_has_left(leaves: bool):
+    """It ends one that is gone. Standard output stands for the launcher."""
+    with training(60, "tcp", servers=2, BPSX_STATE_FD="1") as job:
+        job.workers[0].wait_for_line("20")
+        pid = job.servers[1].popen.pid
+        if leaves:
+            ask_to_leave(job.servers[1])
+        else:
+            job.servers[1].signal(signal.SIGKILL)
+        for worker in job.workers:
+            assert worker.wait() == 0, job.everything()
+        assert job.scheduler.wait() == 0, job.everything()
+    told = [line for line in job.scheduler.lines if line.endswith(str(pid))]
+    (lost,) = (line for line in told if re.fullmatch(f"lost server [01] {pid}", line))
+    assert told == [lost] + [f"gone server {pid}"] * (not leaves)
+
+
 def test_the_launcher_lets_a_server_leave(tmp_path: Path):
     """It is no failure, and the server is not started again."""
     steps, gates = 60, Gates(tmp_path)

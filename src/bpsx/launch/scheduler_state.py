@@ -72,7 +72,7 @@ class SchedulerState:
 
     def listen(self) -> None:
         """Read what has come since; for the main loop."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing has, or it cannot be read
             while self._ear >= 0:
                 data = os.read(self._ear, _PIPE)
                 *lines, self._ear_rest = (self._ear_rest + data).split(b"\n")
