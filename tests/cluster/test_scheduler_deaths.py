@@ -179,6 +179,23 @@ def test_schedulers_may_die_again_and_again(processes):
         finished(job)
 
 
+def test_a_scheduler_that_gets_sigterm_leaves_the_job_to_another_one():
+    with Job(_STEPPING, workers=2, servers=2, env={"BPSX_TERM_GRACE": "0.2"}) as job:
+        everywhere(job, "running")
+        for _ in range(2):
+            job.scheduler.signal(signal.SIGTERM)
+            assert job.scheduler.wait() == 1
+            assert (
+                "was ended by SIGTERM; if it lives, it goes on with another scheduler at this"
+                in job.scheduler.text()
+            )
+            start_again(job)
+        tell(job)
+        counts(job, "first")
+        tell(job)
+        finished(job)
+
+
 @pytest.mark.parametrize("order", ["scheduler first", "server first"])
 def test_scheduler_and_server_fall_silent_together(order):
     """A worker must not blame the server before it can tell that the scheduler is silent, too."""

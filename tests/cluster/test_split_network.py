@@ -6,7 +6,7 @@ import pytest
 from network import Network, needed
 
 from bench.network import run
-from support.jobs import TRANSPORTS, Job
+from support.jobs import TRANSPORTS, Job, Process
 
 pytestmark = [needed, pytest.mark.timeout(150)]
 #: Each worker adds a digit of its own, so that sums say who is in them.
@@ -43,6 +43,7 @@ class Split(Job):
 
     def __init__(self, network: Network, transport: str) -> None:
         self.network, self._place = network, "scheduler"
+        self.first: Process | None = None
         env = {**ENV, **TRANSPORTS[transport]}
         host = network.address["scheduler"]
         super().__init__(STEPPING, workers=4, servers=2, host=host, env=env)
@@ -65,7 +66,14 @@ class Split(Job):
         for name in beyond:
             run("ip", "-n", network.namespace(name), "neigh", "flush", "all")
         self._place = "elsewhere"
+        assert self.scheduler is not None
+        self.first, self.scheduler.name = self.scheduler, "scheduler here"
         self.start_scheduler(int(self.port))
+
+    @property
+    def processes(self) -> list[Process]:
+        """With the scheduler on this side, so that a failed test prints what it has said."""
+        return [*super().processes, *([self.first] if self.first else [])]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +90,6 @@ def test_one_side_goes_on_and_the_other_one_says_why_it_does_not(beyond, goes_on
     with Network(PLACES) as network, Split(network, transport) as job:
         for worker in job.workers:
             worker.wait_for_line('["sum", 1111]')
-        first = job.scheduler
-        assert first is not None
         here = [i for i in range(4) if i not in beyond]
         job.split([*(f"worker {i}" for i in beyond), "server 1"])
         living, ended = (beyond, here) if goes_on == "beyond" else (here, beyond)
@@ -91,7 +97,8 @@ def test_one_side_goes_on_and_the_other_one_says_why_it_does_not(beyond, goes_on
         for i in living:
             job.workers[i].wait_for_line(f'["sum", {total}]')
         for i in ended:
-            assert job.workers[i].wait(40) == 1, job.workers[i].text() + first.text()
+            job.workers[i].wait_for_line("Error: ", 40)
+            assert job.workers[i].wait() == 1, job.workers[i].text()
             # No sum has been made without the others.
             assert [r for r in job.workers[i].reports() if r[0] == "sum"] == [["sum", 1111]]
         job.workers[living[0]].say("stop")
@@ -99,6 +106,7 @@ def test_one_side_goes_on_and_the_other_one_says_why_it_does_not(beyond, goes_on
             assert job.workers[i].wait() == 0, job.workers[i].text()
             assert job.workers[i].reports()[-1] == ["end", len(living)]
         if goes_on == "beyond":
-            assert "as many workers are silent as are left, or more" in first.text()
-        for process in (*job.servers, job.scheduler, first):
+            assert job.first is not None
+            assert "as many workers are silent as are left, or more" in job.first.text()
+        for process in job.processes:
             process.wait()

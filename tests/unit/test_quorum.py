@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bpsx.scheduler.ends import Ends
+from bpsx.scheduler import ends
 from bpsx.scheduler.quorum import Quorum, suffice
 
 
@@ -138,49 +138,54 @@ def _await_end(server: socket.socket) -> None:
 
 def test_a_connection_that_the_peer_has_closed_has_ended(pair):
     client, server = pair
-    ends, number = Ends(), server.fileno()
-    ends.note(number, b"w0")
+    held, number = ends.Ends(), server.fileno()
+    held.note(number, b"w0")
     client.close()
     _await_end(server)
     server.close()
-    assert ends.ended(number) == (b"w0", False)
-    assert ends.ended(number) is None
+    assert held.ended(number) == (b"w0", False)
+    assert held.ended(number) is None
 
 
 def test_a_connection_that_was_reset_has_ended(pair):
     client, server = pair
-    ends, number = Ends(), server.fileno()
-    ends.note(number, b"w0")
+    held, number = ends.Ends(), server.fileno()
+    held.note(number, b"w0")
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     client.close()
     _await_end(server)
     server.close()
-    assert ends.ended(number) == (b"w0", False)
+    assert held.ended(number) == (b"w0", False)
 
 
 def test_a_connection_that_this_side_has_closed_was_silent(pair):
     client, server = pair
-    ends, number = Ends(), server.fileno()
-    ends.note(number, b"w0")
+    held, number = ends.Ends(), server.fileno()
+    held.note(number, b"w0")
     server.close()
-    assert ends.ended(number) == (b"w0", True)
+    assert held.ended(number) == (b"w0", True)
     assert client.recv(1) == b"", "the duplicate is closed, too"
+
+
+def test_a_connection_that_the_kernel_has_given_up_was_silent():
+    assert ends._was_silent(7, 3) and not ends._was_silent(7, 0)
+    assert not ends._was_silent(8, 3), "the peer's end has come, though something was lost before"
 
 
 def test_a_descriptor_that_is_used_again_belongs_to_the_newest(pair):
     client, server = pair
-    ends, number = Ends(), server.fileno()
-    ends.note(number, b"w0")
-    ends.note(number, b"w1")
+    held, number = ends.Ends(), server.fileno()
+    held.note(number, b"w0")
+    held.note(number, b"w1")
     server.close()
-    assert ends.ended(number) == (b"w1", True)
+    assert held.ended(number) == (b"w1", True)
     assert client.recv(1) == b""
 
 
 def test_all_duplicates_can_be_closed(pair):
     client, server = pair
-    ends = Ends()
-    ends.note(server.fileno(), b"w0")
-    ends.close()
+    held = ends.Ends()
+    held.note(server.fileno(), b"w0")
+    held.close()
     server.close()
     assert client.recv(1) == b""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-#: The first byte of TCP_INFO: states in which the peer has ended the connection (Linux,
-#: include/net/tcp_states.h).
-_CLOSE, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 7, 8, 9, 11
-_BY_PEER = {_CLOSE, _CLOSE_WAIT, _LAST_ACK, _CLOSING}
+#: States of a connection whose end the peer has sent (Linux, include/net/tcp_states.h), and of one
+#: that it has reset, or that this side's kernel has given up.
+_ENDED, _CLOSED = {8, 9, 11}, 7
 
 
 class Ends:
@@ -44,11 +43,19 @@ class Ends:
         if held is None:
             return None if ident is None else (ident, False)
         with held:
-            state = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        return None if ident is None else (ident, state not in _BY_PEER)
+            info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)
+        return None if ident is None else (ident, _was_silent(info[0], info[2]))
 
     def close(self) -> None:
         """Release all descriptors."""
         for held in self._sockets.values():
             held.close()
         self._sockets.clear()
+
+
+def _was_silent(state: int, retransmits: int) -> bool:
+    """Whether the peer was silent. Arguments: from TCP_INFO.
+
+    The kernel gives a connection up after it has sent something again several times in vain.
+    """
+    return state not in _ENDED and not (state == _CLOSED and retransmits == 0)

@@ -218,7 +218,7 @@ class Hub:
             # A launcher that runs this scheduler either sent the signal and reports why itself, or
             # learns from this line that another process sent it.
             ended_for_us = self._config.state_fd >= 0 and self._in_need
-            self._abort(f"was ended by {e}")
+            self._end_by(str(e))
         except Exception as e:
             # The other processes would learn only that the scheduler is gone, not why.
             broken = True
@@ -249,7 +249,7 @@ class Hub:
         self._gather()
         if self._members.state is JobState.RUNNING:
             self._tell_launcher("running")
-            if self._members.may_lose_scheduler and self._config.scheduler_wait > 0:
+            if self._may_die:
                 self._tell_launcher("may die")
             log.info("the job is complete: %s", names(self._members.present()))
             if self._exporter is not None:
@@ -316,6 +316,23 @@ class Hub:
     def _in_need(self) -> bool:
         """Whether the job needs this scheduler, to begin or to go on."""
         return self._members.state in (JobState.WAITING, JobState.RUNNING)
+
+    @property
+    def _may_die(self) -> bool:
+        """Whether the running job goes on with another scheduler if this one ends."""
+        return self._members.may_lose_scheduler and self._config.scheduler_wait > 0
+
+    def _end_by(self, signal: str) -> None:
+        """End this scheduler because of a signal.
+
+        SIGTERM comes from those that need the machine: the job goes on if it can. SIGINT comes from
+        a person who wants to end it.
+        """
+        why = f"was ended by {signal}"
+        if signal == "SIGTERM" and self._members.state is JobState.RUNNING and self._may_die:
+            self._members.desert(f"the scheduler at {self._config.root_uri}:{self.port} {why}")
+        else:
+            self._abort(why)
 
     def _abort(self, why: str) -> None:
         """End the job because of this scheduler, and give the nodes time to leave."""
