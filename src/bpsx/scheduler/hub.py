@@ -252,6 +252,12 @@ class Hub:
             if self._may_die:
                 self._tell_launcher("may die")
             log.info("the job is complete: %s", names(self._members.present()))
+            if self._members.asynchronous and self._config.elastic not in ("auto", "off"):
+                log.warning(
+                    "BPSX_ELASTIC=%s has no effect on asynchronous training: it goes on without"
+                    " lost workers, and ends when a server or the scheduler dies",
+                    self._config.elastic,
+                )
             if self._exporter is not None:
                 self._send(self._observers.watch_for(1e9))
             while self._members.state is JobState.RUNNING:
