@@ -16,61 +16,16 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from launching import local_words, words
+from observing import LOOP, end, launcher, looping, said
 
 from bpsx.launch import job_registry
 from support.exposition import parse
 from support.jobs import DEADLINE, Job, run
 from support.traces import load
-
-# Worker 1 is slow. Runs until worker 0 gets a line; then all workers stop in the same step.
-LOOP = """
-import numpy as np, bpsx, select, time
-bpsx.init()
-while True:
-    stop = bpsx.rank() == 0 and bool(select.select([sys.stdin], [], [], 0)[0])
-    if bpsx.rank() == 1: time.sleep(0.02)
-    big = bpsx.push_pull_async(np.ones(100000, np.float32), name="big")
-    if bpsx.push_pull(np.full(1, float(stop), np.float32), name="stop", average=False)[0]: break
-    bpsx.synchronize(big)
-    if not stop: report("stepped")
-bpsx.synchronize(big)
-bpsx.shutdown()
-"""
-
-
-def launcher(job: Job, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words(*arguments, "--scheduler", f"127.0.0.1:{job.port}"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def said(process: subprocess.Popen[str], status: int = 0) -> str:
-    out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == status, (out, err)
-    return out + err
-
-
-def end(job: Job) -> None:
-    job.workers[0].say("")
-    job.results()
-
-
-@contextlib.contextmanager
-def looping(**options: Any) -> Iterator[Job]:
-    with Job(LOOP, **options) as job:
-        for w in job.workers:
-            w.wait_for_line("stepped")
-        yield job
-
 
 # ---- top
 
@@ -217,131 +172,6 @@ def test_top_in_a_terminal_puts_it_back_as_it_was(way):
     assert b"Traceback" not in seen and termios.tcgetattr(theirs) == before
     os.close(theirs)
     os.close(ours)
-
-
-def test_top_and_metrics_of_a_job_that_has_lost_processes_and_got_others():
-    """A server has died, another one has joined, and the scheduler is another one."""
-    env = {
-        "BPSX_ELASTIC": "servers",
-        "BPSX_ELASTIC_BALANCE": "0",
-        "BPSX_METRICS_PORT": "0",
-        "BYTEPS_LOG_LEVEL": "info",
-    }
-    with looping(env=env, servers=2) as job:
-        job.start_server(2)
-        job.scheduler.wait_for_line("has joined")
-        for victim in (job.servers[0], job.scheduler):
-            victim.signal(signal.SIGKILL)
-            victim.wait()
-            job.workers[0].wait_for_line("is gone")
-        job.start_scheduler(int(job.port))
-        for worker in job.workers:
-            worker.wait_for_line("is back, after")
-            worker.lines.clear()
-            worker.wait_for_line("stepped")
-        view = json.loads(said(launcher(job, "top", "--once", "--json")))
-        url = "http" + job.scheduler.wait_for_line("metrics at http").split("http")[1]
-        with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
-            found = parse(answer.read().decode())
-        job.workers[0].say("")
-        assert [p.wait() for p in (*job.workers, job.scheduler)] == [0, 0, 0]
-    states = {n["pid"]: (n["role"], n["state"], bool(n["rates"])) for n in view["nodes"]}
-    assert states == {
-        **{worker.popen.pid: ("worker", "running", True) for worker in job.workers},
-        **{server.popen.pid: ("server", "running", True) for server in job.servers[1:]},
-        job.servers[0].popen.pid: ("server", "left", False),
-    }
-    assert (view["servers"], view["term"], view["servers_lost"], view["tensors"]) == (2, 1, 1, 2)
-    assert sum(found["bpsx_up"][1].values()) == 5
-
-
-CHANGING = """
-    import bpsx, time, numpy as np
-
-    bpsx.init()
-
-    @bpsx.elastic.run
-    def train(state):
-        while not state.ends:
-            bpsx.push_pull(np.ones(1000), name="g")
-            state.step += 1
-            state.ends = bool(bpsx.push_pull(np.array([float(told())]), name="ends")[0])
-            print("stepped", state.step, bpsx.size(), flush=True)
-            state.commit()
-
-    def told():
-        import select
-        return bool(select.select([0], [], [], 0.005)[0])
-
-    train(bpsx.State(step=0, ends=False))
-    bpsx.shutdown()
-"""
-
-
-def test_top_metrics_and_timelines_of_a_job_whose_workers_change(tmp_path):
-    """One leaves, one is killed, and another joins in its place."""
-    env = {
-        "BPSX_ELASTIC": "shrink",
-        "BPSX_METRICS_PORT": "0",
-        "BYTEPS_LOG_LEVEL": "info",
-        "BYTEPS_TRACE_ON": "1",
-        "BYTEPS_TRACE_DIR": str(tmp_path),
-        "BYTEPS_TRACE_START_STEP": "1",
-        "BYTEPS_TRACE_END_STEP": "100000",
-    }
-    with Job(CHANGING, workers=4, servers=1, env=env) as job:
-        for worker in job.workers:
-            worker.wait_for_line("stepped 5")
-        job.workers[3].signal(signal.SIGTERM)
-        assert job.workers[3].wait() == 0, job.workers[3].text()
-        job.workers[2].signal(signal.SIGKILL)
-        job.scheduler.wait_for_line("workers go on without", count=2)
-        job.start_worker(2)
-        job.workers[4].wait_for_line("stepped")
-        url = "http" + job.scheduler.wait_for_line("metrics at http").split("http")[1]
-        with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
-            found = parse(answer.read().decode())
-        text = said(launcher(job, "top", "--once"))
-        job.workers[0].say("")
-        assert [job.workers[i].wait() for i in (0, 1, 4)] == [0] * 3
-        log = job.scheduler.text()
-    scheduler = (("host", "127.0.0.1"), ("rank", "0"), ("role", "scheduler"))
-    figures = {
-        name.removeprefix("bpsx_workers"): values[scheduler]
-        for name, (_, values) in found.items()
-        if name.startswith("bpsx_workers")
-    }
-    assert figures == {
-        "": 3, "_at_start": 4, "_lost_total": 1, "_left_total": 1, "_joined_total": 1
-    }  # fmt: skip
-    assert 0 < found["bpsx_last_recovery_seconds"][1][scheduler] < 5
-    assert re.search(r"running, 3 workers \(4 at the beginning\), 1 server", text), text
-    for line in (
-        r"lost: 1 worker; the others go on \(term \d+\)",
-        r"left: 1 worker \(term \d+\)",
-        r"joined: 1 worker \(term \d+\)",
-        r"latest change: the job went on after \d\.\d+ s; \d+ bytes were pushed again in all",
-    ):
-        assert re.search(f"^{line}$", text, re.M), text
-    # Each event is one line of the scheduler's log.
-    for event in (
-        "wants to leave the job: SIGTERM",
-        "leaves the job: SIGTERM; the job goes on with term",
-        "which has left in good order, and push 0 bytes again",
-        "is gone: its connection to the scheduler broke",
-        "wants to join the job while it runs",
-        "has joined: the job goes on with term",
-    ):
-        assert len([line for line in log.splitlines() if event in line]) == 1, event
-    marks = [
-        event["args"]["why"]
-        for path in tmp_path.rglob("*.json")
-        for event in json.loads(path.read_text())["traceEvents"]
-        if "why" in event.get("args", {})
-    ]
-    assert marks.count("SIGTERM") == 1, "the one that has left"
-    for why in ("leaves the job: SIGTERM", "is gone", "has joined"):
-        assert any(why in mark for mark in marks), (why, marks)
 
 
 # ---- metrics

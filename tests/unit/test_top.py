@@ -64,18 +64,12 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
     [
         ({}, []),
         ({"term": 0, "servers_lost": 0}, []),
-        ({"term": 1, "servers_lost": 1}, ["lost: 1 server; the others have the keys (term 1)"]),
-        ({"term": 2, "servers_lost": 2}, ["lost: 2 servers; the others have the keys (term 2)"]),
-        ({"term": 1, "workers_lost": 1}, ["lost: 1 worker; the others go on (term 1)"]),
-        ({"term": 2, "workers_left": 1, "workers_lost": 0}, ["left: 1 worker (term 2)"]),
+        ({"term": 1, "servers_lost": 1}, ["term 1: 1 server lost"]),
+        ({"term": 2, "servers_lost": 2}, ["term 2: 2 servers lost"]),
+        ({"term": 2, "workers_left": 1, "workers_lost": 0}, ["term 2: 1 worker left"]),
         (
-            {"term": 5, "workers_left": 2, "servers_left": 1, "servers_joined": 1, "gap": 0.01234}
-            | {"again": 4096},
-            [
-                "left: 2 workers, 1 server (term 5)",
-                "joined: 1 server (term 5)",
-                "latest change: the job went on after 0.012 s; 4096 bytes were pushed again in all",
-            ],
+            {"term": 5, "workers_left": 2, "servers_left": 1, "servers_joined": 1, "again": 4096},
+            ["term 5: 2 workers, 1 server left; 1 server joined; 4096 bytes pushed again"],
         ),
     ],
 )
@@ -91,8 +85,41 @@ def test_lost_nodes_are_shown(more: dict[str, int], shown: list[str]) -> None:
         "failure": "",
         **more,
     }
-    heads = ("lost", "left", "joined", "latest")
-    assert [line for line in top.lines(view, "h:1") if line.startswith(heads)] == shown
+    assert [line for line in top.lines(view, "h:1") if line.startswith("term ")] == shown
+
+
+def test_the_latest_changes_are_shown_one_a_line() -> None:
+    def change(term, what, who, why="", **more):
+        known = {"ago": 12.3, "seconds": None, "again": 0, **more}
+        return {"term": term, "what": what, "who": who, "why": why, **known}
+
+    server, worker = "server 1 (h, pid 7)", "worker 1 (h, pid 8)"
+    changes = [change(0, "joined", f"worker {i} (h, pid {i})") for i in range(9)]
+    changes += [
+        change(1, "lost", server, "its connection broke", seconds=0.01234, again=4096),
+        change(2, "left", worker, "SIGTERM", ago=None),
+        change(3, "moved", "server 2 (h, pid 9)"),
+    ]
+    view = {
+        "state": "running",
+        "workers": 2,
+        "servers": 3,
+        "tensors": 0,
+        "seconds": 1.0,
+        "nodes": [],
+        "missing": [],
+        "failure": "",
+        "changes": changes,
+    }
+    shown = top.lines(view, "h:1")
+    assert shown[4:10] == [
+        "term  s ago  gap s  bytes again  change",
+        "   3     12      -            -  keys move to server 2 (h, pid 9)",
+        "   2      -      -            -  left: worker 1 (h, pid 8), SIGTERM",
+        "   1     12  0.012         4096  lost: server 1 (h, pid 7), its connection broke",
+        "   -     12      -            -  joined: worker 8 (h, pid 8)",
+        "   -     12      -            -  joined: worker 7 (h, pid 7)",
+    ]
 
 
 @pytest.mark.parametrize(("now", "shown"), [(2, "2 workers"), (1, "1 worker (2 at the beginning)")])

@@ -21,7 +21,7 @@ from typing import Any
 from bpsx import __version__
 from bpsx.config import OPTIONS, Config, Option, cache_dir, child_environment, faults, runtime_dir
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.launch.job_view import Observer
+from bpsx.launch.job_view import ENDED, Observer
 from bpsx.system.address import (
     inet6_addresses,
     interface_address,
@@ -278,7 +278,7 @@ def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
     names = {
         lane: f"server {n['rank']} at {lane}"
         for n in nodes
-        if n["role"] == "server" and n["state"] != "left"
+        if n["role"] == "server" and n["state"] not in ENDED
         for lane in n["lanes"]
     }
     if not names:

@@ -78,6 +78,10 @@ def find(scheduler: str | None, job: int | None) -> Config:
     )
 
 
+#: States of nodes of a VIEW that are not in the job any more: in good order, or not.
+ENDED = ("left", "lost")
+
+
 class Observer:
     """An observer's connection to a job's scheduler. An observer is not part of the job.
 

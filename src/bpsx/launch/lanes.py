@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bpsx.launch.job_view import ENDED
 from bpsx.transports.reach import Probe
 
 _SECONDS = 3.0
@@ -20,7 +21,7 @@ class Lanes:
         """The lanes of a scheduler's VIEW known to be unreachable so far, with the reason."""
         for node in view["nodes"]:
             for lane in (
-                node["lanes"] if node["role"] == "server" and node["state"] != "left" else ()
+                node["lanes"] if node["role"] == "server" and node["state"] not in ENDED else ()
             ):
                 if (node["rank"], lane) not in self._probes:
                     self._probes[node["rank"], lane] = Probe(lane, _SECONDS)

@@ -36,6 +36,9 @@ _HEAD = (
     "queue",
     "waiting",
 )
+_CHANGE_HEAD = ("term", "s ago", "gap s", "bytes again", "change")
+#: Number of changes shown.
+_SHOWN = 6
 #: A worker that delays the others less than this is not reported. Seconds per second.
 _NOTABLE = 0.01
 
@@ -101,19 +104,11 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
     ]
     counts += [_count(view[f"{what}s"], what) for what in ("server", "tensor")]
     title = f"job at {where}: {view['state']}, {', '.join(counts)}, up {view['seconds']:.0f} s"
-    rows = [_HEAD, *(_row(n) for n in view["nodes"])]
-    widths = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
-    table = [
-        "  ".join(
-            t.rjust(w) if i in (1, 3) or i > 4 else t.ljust(w)
-            for i, (t, w) in enumerate(zip(r, widths))
-        ).rstrip()
-        for r in rows
-    ]
-    out = [title, "", *table, ""]
+    table = _table([_HEAD, *(_row(n) for n in view["nodes"])], left=(0, 2, 4))
+    out = [title, "", *table, "", *_changes(view)]
     if view["missing"]:
         out.append("missing: " + ", ".join(view["missing"]))
-    out += _changes(view)
+    out += _counts(view)
     late = view.get("slowest")
     if late:
         out.append(
@@ -138,27 +133,55 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
+def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Align the columns of ``rows``; ``left``: indices of those that are aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            text.ljust(width) if i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def _changes(view: Mapping[str, Any]) -> list[str]:
-    """Lines about nodes that were lost, have left or have joined while the job runs."""
-    term, out = view.get("term", "-"), []
-    if lost := view.get("servers_lost"):
-        out.append(f"lost: {_count(lost, 'server')}; the others have the keys (term {term})")
-    if lost := view.get("workers_lost"):
-        out.append(f"lost: {_count(lost, 'worker')}; the others go on (term {term})")
-    for how in ("left", "joined"):
+    """Return a table of the latest changes, the last one first, and an empty line; or nothing."""
+    latest = view.get("changes", ())[-_SHOWN:]
+    if not latest:
+        return []
+    rows = [_change(change) for change in reversed(latest)]
+    return [*_table([_CHANGE_HEAD, *rows], left=(4,)), ""]
+
+
+def _change(change: Mapping[str, Any]) -> tuple[str, ...]:
+    ago, gap, why = change["ago"], change["seconds"], change["why"]
+    if change["what"] == "moved":
+        text = f"keys move to {change['who']}"
+    else:
+        text = f"{change['what']}: {change['who']}"
+    return (
+        str(change["term"] or "-"),
+        "-" if ago is None else f"{ago:.0f}",
+        "-" if gap is None else f"{gap:.3f}",
+        "-" if gap is None else str(change["again"]),
+        text + (f", {why}" if why else ""),
+    )
+
+
+def _counts(view: Mapping[str, Any]) -> list[str]:
+    """Count the nodes that were lost, have left or have joined while the job runs, in one line."""
+    counts = []
+    for how in ("lost", "left", "joined"):
         some = [
             _count(number, role)
             for role in ("worker", "server")
             if (number := view.get(f"{role}s_{how}"))
         ]
-        if some:
-            out.append(f"{how}: {', '.join(some)} (term {term})")
-    if view.get("gap"):
-        out.append(
-            f"latest change: the job went on after {view['gap']:.3f} s; {view['again']} bytes were"
-            " pushed again in all"
-        )
-    return out
+        counts += [f"{', '.join(some)} {how}"] if some else []
+    if again := view.get("again"):
+        counts.append(f"{again} bytes pushed again")
+    return [f"term {view.get('term', '-')}: {'; '.join(counts)}"] if counts else []
 
 
 def _printable(text: str) -> str:

@@ -176,6 +176,7 @@ class Arriving(Surviving):
             del self._arrivals[rank]
             self._roster.reached(arrival.node)
             self.terms.admit(rank, self._shares(self._roster.usable_servers()))
+            self.terms.changes.joined(0, str(arrival.node), now)
             self.notes.append(f"{arrival.node} has joined: all workers have connected to it")
             out += self._feed(now)
         return out

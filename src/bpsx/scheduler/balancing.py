@@ -80,6 +80,7 @@ class Balancing(Planned):
         servers = self._roster.usable_servers()
         heirs = [str(s) for s in servers if lanes.intersection(self.terms.lanes_of(s.rank))]
         self.terms.give(yields, nbytes, names(heirs, 4), senders, now)
+        self.terms.changes.moved(self.terms.number, names(heirs, 4), now)
         text = f"term {self.terms.number}: keys of the others move to {names(heirs, 4)}"
         self.notes.append(text)
         term = self._new_term([], text, yields=yields)

@@ -62,6 +62,7 @@ class Growing(Leaving):
         # All workers have stopped, and wait for others, since then; and the latest report of that.
         self._stopped: float | None = None
         self._reported_at = -REPORT_EVERY
+        self._paused: float | None = None  # all workers have stopped for newcomers since then
 
     # ---- the queue
 
@@ -437,6 +438,7 @@ class Growing(Leaving):
     def _welcome_newcomers(self, guests: dict[bytes, Newcomer], now: float) -> list[Output]:
         """All workers have stopped: the newcomers connect to the lanes."""
         self._meeting.move(MeetingEvent.ALL_HERE, guests, now)
+        self._paused = now
         servers = self._of("server")
         first = 0
         ended: list[int] = []
@@ -468,6 +470,7 @@ class Growing(Leaving):
     def _resume_entering(self, term: int, now: float) -> list[Output]:
         """Go on with an entry of which an earlier scheduler has told some servers."""
         self._meeting.move(MeetingEvent.TAKEN_OVER, (), now)
+        self._paused = None
         return self._clear(term)
 
     def _clear(self, term: int) -> list[Output]:
@@ -505,6 +508,10 @@ class Growing(Leaving):
             f" {self.terms.number} and {len(workers)} workers"
         )
         self.notes.append(text)
+        paused = None if self._paused is None else self._now - self._paused
+        self.terms.changes.joined(
+            self.terms.number, names([str(n) for n in newcomers]), self._now, paused
+        )
         term = self._new_term(
             [], text, entered=[n.rank for n in newcomers], living=self._count_senders(), met=True
         )

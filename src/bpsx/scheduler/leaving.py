@@ -64,15 +64,16 @@ class Leaving(Shrinking):
         """Whether another worker has joined in the place of ``node``."""
         return node.role == "worker" and self._roster.workers.get(node.rank) is not node
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self, now: float) -> dict[str, Any]:
         """How often nodes of the running job were lost, have left and have joined; for observers.
 
-        Any thread may call it.
+        Any thread may call it. ``now``: time of the hub's clock.
         """
         losses, terms = list(self.losses), self.terms
         found = {
-            f"{role}s_{how}": sum(
-                loss.node.role == role and loss.planned == planned for loss in losses
+            # The last server is lost twice: when it ends, and when another replaces it.
+            f"{role}s_{how}": len(
+                {id(x.node) for x in losses if x.node.role == role and x.planned == planned}
             )
             for role in ("worker", "server")
             for how, planned in (("lost", False), ("left", True))
@@ -87,6 +88,7 @@ class Leaving(Shrinking):
             "term": terms.number if terms is not None else 0,
             "gap": terms.gap if terms is not None else 0.0,
             "again": terms.again if terms is not None else 0,
+            "changes": terms.changes.view(now) if terms is not None else [],
         }
 
     @property

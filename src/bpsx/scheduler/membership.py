@@ -349,6 +349,15 @@ class Membership(Growing):
             awaited = [rank for rank in awaited if rank not in dropped]
         return awaited, list(self._roster.live_servers)
 
+    def is_lost(self, node: Node) -> bool:
+        """Whether ``node``, which has left, has died or failed. Any thread may call it."""
+        # An earlier scheduler's loss of a worker has no other mark than its rank.
+        who = (node.role, node.rank, node.host, node.pid)
+        lost = [loss.node for loss in list(self.losses) if not loss.planned]
+        if self.blamed is not None and self.blamed is not self._first_leaver:
+            lost.append(self.blamed)
+        return who in [(n.role, n.rank, n.host, n.pid) for n in lost]
+
     def waits(self, rank: int) -> list[tuple[str, int, float]]:
         """The push_pulls that worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
         return self._stalls.waits(rank)

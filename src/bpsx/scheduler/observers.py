@@ -111,7 +111,8 @@ class Observers:
             if members.has_successor(node):  # a place has one set of figures
                 continue
             found = self._stats.get(node.ident)
-            state = "left" if node.left else members.state
+            ended = "lost" if members.is_lost(node) else "left"
+            state = ended if node.left else members.state
             nodes.append(
                 {
                     "role": node.role,
@@ -136,7 +137,7 @@ class Observers:
             "host": self._host,
             "seconds": round(time.time() - self._started, 1),
             "tensors": len(members.registry) if members.registry is not None else 0,
-            **members.changes(),
+            **members.changes(now),
             "nodes": nodes,
             "traced": list(self._traced),
             "traced_count": self._traced_count,

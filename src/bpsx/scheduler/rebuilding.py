@@ -382,6 +382,11 @@ class Rebuilding(Membership):
             name = names([str(node) for node in of])
             told.append(Told(term.number, name, term.moves, term.missed, term.yields, to))
             self.losses += [Loss(n, term.text, term.text, bool(term.leaving)) for n in of]
+            if of or term.entered or term.yields:
+                self.terms.changes.restored(
+                    term.number, term.text, bool(term.entered), bool(term.yields)
+                )
+        self.terms.changes.joined(0, "another scheduler", now)
         self.restored = len(self.losses)
         self._history = [_message(term) for term in longest.terms]
         last = max((t.number for t in longest.terms if t.met), default=0)

@@ -160,6 +160,7 @@ class Shrinking(Balancing):
         if self.processes > 1 and self.registry is not None:
             self.registry.forget(ranks)
         self.terms.drop(ranks, who, [node.ident for node in lost], senders, now, planned)
+        self.terms.changes.ended(self.terms.number, text, now)
         self._quorum.change(self._order)
         why = text
         text += (

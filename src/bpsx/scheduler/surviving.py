@@ -183,6 +183,7 @@ class Surviving(Gathering):
         self.starvation = Starvation(node, text, now, reported=now)
         self.terms.starve()
         more = f"{LAST}, and the job waits {self.elastic_wait:g} s for another (BPSX_ELASTIC_WAIT)"
+        self.terms.changes.ended(0, text, now)
         self.losses.append(Loss(node, text, f"{text}; {more}"))
         out = self._tell_gone(self.terms.lanes_of(node.rank), f"{text}; {more}")
         return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
@@ -218,6 +219,7 @@ class Surviving(Gathering):
         senders = [w.ident for w in workers if self._speaks(w)]
         missed = self._sender_left is not None
         moves = self.terms.lose(node.rank, str(node), senders, now, missed)
+        self.terms.changes.ended(self.terms.number, text, now)
         heirs = names([str(s) for s in servers], 4)
         why = text
         text += f"; the job goes on with term {self.terms.number}: its keys go to {heirs}"

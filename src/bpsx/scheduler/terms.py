@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bpsx.planning.placement import MOST_SLOTS, Assignment, Moves, Placement, Yields
+from bpsx.scheduler.changes import Changes
 from bpsx.scheduler.states import HANDOVER, Handover, HandoverEvent
 
 ELASTIC = "BPSX_ELASTIC"
@@ -148,7 +149,7 @@ class Terms:
     ``number``: the present term; 0 until a server or a worker is lost. ``finished``: recoveries
     that the hub has not logged yet. ``dropped``: lost workers without which the job goes on, and
     the term since which it does. ``gap``: seconds of the latest recovery. ``again``: bytes that
-    have been pushed again, in all.
+    have been pushed again, in all. ``changes``: the latest ones, for observers.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -157,6 +158,7 @@ class Terms:
         self.finished: list[Recovery] = []
         self.dropped: dict[int, int] = {}
         self.gap, self.again = 0.0, 0
+        self.changes = Changes()
         self._placement = placement
         # Lane -> its moves in order: term, number of slots that a move is about, and their targets.
         self._moves: dict[int, list[tuple[int, int, list[tuple[int, int]]]]] = {}
@@ -367,6 +369,7 @@ class Terms:
                 recovery.seconds = self._latest - recovery.begun
                 self.finished.append(recovery)
                 self.gap, self.again = recovery.seconds, self.again + recovery.again
+                self.changes.went_on(recovery.term, recovery.seconds, recovery.again)
         self._open = [recovery for recovery in self._open if recovery.awaited]
         if self.state is Handover.MOVING and not self._open:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_MOVED)
