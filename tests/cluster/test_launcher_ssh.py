@@ -344,14 +344,15 @@ def test_a_far_server_that_dies_is_started_again(
         environment={"BYTEPS_LOG_LEVEL": "info"},
     )
     wait_for(job, "[worker 0 127.0.0.1] running", "[worker 1 127.0.0.1] running")
-    os.kill(role_pids(launcher)["server"], signal.SIGKILL)
+    pid = role_pids(launcher)["server"]
+    os.kill(pid, signal.SIGKILL)
     gate.touch()  # no step ends without a server
     status, out, err = finish(job)
     assert status == 0, err
     assert sorted(out) == [f"[worker {i} 127.0.0.1] ends True" for i in (0, 1)]
     assert any("SIGKILL; started again in 0.5 s (1 of 3)" in line for line in err), err
     assert any("has joined: all workers have connected to it" in line for line in err), err
-    died = "bpsx-run: server 0 127.0.0.1 was killed by SIGKILL"
+    died = f"bpsx-run: server 0 127.0.0.1 (pid {pid}) was killed by SIGKILL"
     assert f"{died}, and the job went on without it" in err
 
 

@@ -37,6 +37,7 @@ class Child:
         self.name = name
         self.role = role
         self.process = process
+        self.pid = process.pid  # 0 if it runs elsewhere, and its id there is not known
         self.status: int | None = None
         self.killed = False
         self.overdue = ""
@@ -114,8 +115,12 @@ class Child:
         return False
 
     def story(self) -> str:
-        """Text that says how it ended."""
-        return f"{self.name} {self.overdue}{self.end()}"
+        """Text that says how it ended.
+
+        The scheduler numbers servers as they come, so only the process id says which one it is.
+        """
+        which = f" (pid {self.pid})" if self.role == "server" and self.pid else ""
+        return f"{self.name}{which} {self.overdue}{self.end()}"
 
     def end(self) -> str:
         """The part of the story that follows its name."""

@@ -103,6 +103,7 @@ class Runner:
                 preexec_fn=child_setup(mask),
             )
             self._child = Child("", "", process)
+            self._say(f"pid {process.pid}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if theirs >= 0:

@@ -97,6 +97,7 @@ class SshChild(Child):
         super().__init__(process.name, process.role, started)
         assert started.stdin
         self.up = False
+        self.pid = 0
         self._start = process
         self._ended = False  # whether the agent has reported the end
         self._killed = False  # whether a signal ended the remote process
@@ -132,6 +133,8 @@ class SshChild(Child):
         match message.decode(errors="replace").split():
             case ["up"]:
                 self.up = True
+            case ["pid", pid] if pid.isdigit():
+                self.pid = int(pid)
             case ["port", port] if port.isdigit():
                 self.port = int(port)
             case ["state", *words]:
