@@ -150,8 +150,10 @@ def test_a_worker_that_was_only_silent_ends_with_an_error():
         assert job.scheduler is not None
         job.scheduler.wait_for_line("workers go on without worker 2")
         job.workers[2].signal(signal.SIGCONT)
-        assert job.workers[2].wait() != 0
-        assert "Error" in job.workers[2].text()
+        assert job.workers[2].wait() == 1
+        silent = f"worker 2 (127.0.0.1, pid {job.workers[2].popen.pid}) is gone: "
+        error = f"PeerLostError: this worker is not awaited any more: {silent}"
+        assert error in job.workers[2].text(), job.workers[2].text()
         job.end_well(2)
 
 

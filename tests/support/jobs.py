@@ -23,8 +23,9 @@ from typing import Any
 
 from support.forking import Fork, nursery_for
 
-#: Seconds that a job may take. Tests on an emulated processor set a multiple.
-DEADLINE = 90.0 * float(os.environ.get("BPSX_TEST_PATIENCE", "1"))
+#: Seconds that a job may take, and in which all processes are promised to hear of a death. Tests on
+#: an emulated processor set a multiple.
+DEADLINE, PROMISED = (s * float(os.environ.get("BPSX_TEST_PATIENCE", "1")) for s in (90.0, 5.0))
 
 #: Transport -> its environment variables.
 TRANSPORTS = {
