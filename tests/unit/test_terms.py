@@ -312,7 +312,7 @@ def test_the_hub_logs_and_tells_the_launcher(caplog, monkeypatch):
             hub._handle(who, message)
         for _ in range(2):
             hub._report_losses()
-    assert lines == ["lost server 0 900"]
+    assert lines == ["lost server 0 900", "gone server 900"]
     assert sorted(hub._socket.sent) == [(b"s1", "TERM"), (b"w0", "TERM"), (b"w1", "TERM")]
     lost, recovered = [r.getMessage() for r in caplog.records]
     assert lost.startswith("server 0 (h, pid 900) is gone") and recovered.startswith("term 1: ")
