@@ -1,4 +1,4 @@
-"""Documentation pages: relative links lead to existing pages and headings."""
+"""Documentation pages: links lead to existing pages and headings; length of lines and pages."""
 
 from __future__ import annotations
 
@@ -67,3 +67,11 @@ def test_pages_for_developers_are_short(page: Path, most: int) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_have_at_most_100_columns(page: Path) -> None:
+    """Except rows of tables, headings, and code, which shows what programs print."""
+    assert not [
+        x for x in prose(page).splitlines() if len(x) > 100 and not x.startswith(("|", "#"))
+    ]
