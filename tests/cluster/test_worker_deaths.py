@@ -36,6 +36,7 @@ TRAINING = """
         return found
 
     for step in range(STEPS):
+        pass_gate(step)
         inputs = [share(number, step, i) for i in range(len(SIZES))]
         handles = [
             bpsx.push_pull_async(a, name=f"w{{i}}", average=i % 2 == 1, output=a)
@@ -117,8 +118,9 @@ def test_survivors_go_on_when_a_worker_is_killed(transport, servers):
         job.end_well(lost)
 
 
-def test_two_workers_are_killed_at_once():
-    with Shrinking(4, servers=2) as job:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_workers_are_killed_at_once(transport):
+    with Shrinking(4, servers=2, env=TRANSPORTS[transport]) as job:
         job.await_step(0, 3)
         for lost in (1, 3):
             job.workers[lost].signal(signal.SIGKILL)
