@@ -67,6 +67,17 @@ def test_the_last_server_is_lost_once_and_its_gap_lasts_until_another_is_used():
     assert m.changes(9.0)["servers_lost"] == 1
 
 
+def test_the_dead_workers_of_an_asynchronous_job_are_lost():
+    m = running(3, 1, BYTEPS_ENABLE_ASYNC=1)
+    for rank in (1, 2):
+        m.gone(b"w%d" % rank, "its connection broke", 1.0)
+    lost = [(0, "lost", f"worker {r} (h, pid 10{r})", "its connection broke") for r in (1, 2)]
+    assert [change[:4] for change in seen(m)] == lost
+    assert states(m) == {
+        "worker 0": "running", "worker 1": "lost", "worker 2": "lost", "server 0": "running"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "entered", "yields", "shown"),
     [

@@ -25,7 +25,7 @@ from bpsx.scheduler.growing import Growing
 from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
-from bpsx.scheduler.surviving import left_message, lost_message
+from bpsx.scheduler.surviving import Loss, left_message, lost_message
 from bpsx.scheduler.terms import Terms
 
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
@@ -58,7 +58,7 @@ class Membership(Growing):
         self.epoch = 0  # number of resets after a stall
         # The first worker that left without a failure.
         self._first_leaver: Node | None = None
-        self._dead: list[str] = []  # deaths of workers that an asynchronous job survived
+        self._dead: list[Loss] = []  # deaths of workers that an asynchronous job survived
         # True if the job failed only because of `_dead`: all other workers left in good order.
         self.survived = False
         #: Whether the job failed because a connection ended, and no worker has said BYE since. It
@@ -353,7 +353,7 @@ class Membership(Growing):
         """Whether ``node``, which has left, has died or failed. Any thread may call it."""
         # An earlier scheduler's loss of a worker has no other mark than its rank.
         who = (node.role, node.rank, node.host, node.pid)
-        lost = [loss.node for loss in list(self.losses) if not loss.planned]
+        lost = [loss.node for loss in [*self.losses, *self._dead] if not loss.planned]
         if self.blamed is not None and self.blamed is not self._first_leaver:
             lost.append(self.blamed)
         return who in [(n.role, n.rank, n.host, n.pid) for n in lost]
@@ -531,10 +531,16 @@ class Membership(Growing):
         if not self.asynchronous or not workers:
             if self._survives_workers:
                 text += f"; the job cannot go on without it: {fixed}"
-            return self._fail("; ".join([*self._dead, text]) + self._missed_text())
-        self._dead.append(text)
+            return self._fail("; ".join([*self._deaths(), text]) + self._missed_text())
+        self._dead.append(Loss(node, text, text))
+        if self.terms is not None:
+            self.terms.changes.ended(0, text, now)
         text += "; the job is asynchronous, so the other workers continue without it"
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
+
+    def _deaths(self) -> list[str]:
+        """How workers died that an asynchronous job has survived."""
+        return [loss.why for loss in self._dead]
 
     def _fail(
         self, text: str, status: int = Status.PEER_LOST, event: JobEvent = JobEvent.LOST
@@ -560,7 +566,7 @@ class Membership(Growing):
             out += self._release(self._joins.over())
         if not workers:
             if self.state is JobState.RUNNING and self._dead:
-                deaths = "; ".join(self._dead)
+                deaths = "; ".join(self._deaths())
                 self.survived = True
                 self._move(
                     JobEvent.EMPTY_AFTER_DEATHS,
