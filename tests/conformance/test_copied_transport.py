@@ -29,7 +29,8 @@ def test_a_copy_of_loopback_under_another_name_is_a_transport(tmp_path: Path) ->
             path.read_text().replace("Loopback", "Copied").replace("loopback", "copied")
         )
     build(copy / "endpoint.pyx")
-    suite = [str(Path(__file__).with_name(name)) for name in ("test_transports.py", "test_drop.py")]
+    names = ["test_transports.py", "test_drop.py", "test_known_workers.py"]
+    suite = [str(Path(__file__).with_name(name)) for name in names]
     chosen = "other and not loopback"
     done = subprocess.run(
         [sys.executable, "-c", _RUN, str(tmp_path), "-q", "-p", "no:cacheprovider", "-k", chosen]

@@ -78,13 +78,17 @@ class Job:
         self.child: subprocess.Popen[str] | None = None
 
     def connect(self, peer: int) -> DataPlane:
-        """Connect the worker to a new lane of this process, and exchange a message."""
+        """Connect the worker to a new lane of this process, and send it two messages.
+
+        The second one may go through shared memory, which the lane then uses, too.
+        """
         lane = self.make()
         lane.join(77, peer)
         self.worker.connect(peer, lane.bind(self.host))
         self.lanes[peer], self.planes[peer] = lane, DataPlane(lane)
-        assert self.w.send(peer, b"hello") == 0
-        assert self.planes[peer].receive() == (5, b"hello", None)
+        for word in (b"hello", b"again"):
+            assert self.w.send(peer, word) == 0
+            assert self.planes[peer].receive() == (5, word, None)
         return self.planes[peer]
 
     def connect_apart(self, peer: int) -> Message:

@@ -47,8 +47,9 @@ class Neighbours:
             worker.join(77, rank)
             worker.connect(0, self.address)
             self.w[rank] = DataPlane(worker)
-            self.w[rank].send(0, b"hello")
-            assert self.s.receive() == (rank, b"hello", None)
+            for word in (b"hello", b"again"):  # the second one goes through memory
+                self.w[rank].send(0, word)
+                assert self.s.receive() == (rank, word, None)
 
     def held(self) -> Message:
         """Return the lane's next message without releasing it."""

@@ -19,6 +19,7 @@ _SUITES = [
     "tests/conformance/test_transports.py",
     "tests/conformance/test_lent_memory.py",
     "tests/conformance/test_drop.py",
+    "tests/conformance/test_known_workers.py",
     "tests/cluster/test_rdma.py",
     "tests/cluster/test_rdma_deaths.py",
     "tests/gpus/test_rdma_on_gpus.py",

@@ -81,7 +81,8 @@ class Endpoint(Protocol):
     def lost(self) -> list[int]:
         """Return the peers whose connection broke since the last call; -1 for an unknown peer.
 
-        A peer is not reported after it was dropped (``drop`` in ``abi.pxd``).
+        A lane knows a worker since it has received the worker's first message, if not before. A
+        peer is not reported after it was dropped (``drop`` in ``abi.pxd``).
         """
 
     def abi(self) -> Any:

@@ -69,10 +69,14 @@ cdef struct Mapping:
     bint dropped                # unmap it with the last message
     int64_t held                # received messages in it that are not released
 
+# More than 20 fields: the state of the peer, where the segment is, and how far each side has come.
 cdef struct Link:
     Link *next
     uint32_t peer
     bint dead
+    # A worker's first message takes the network, so that the lane knows whose connection that is:
+    # it reports the worker when the connection ends, and can send it what memory has no room for.
+    bint named
     int64_t gone                # the peer's process has exited; set by any thread
     # Guards `returned` and `mapping`, because any thread may release messages.
     Monitor monitor
@@ -124,6 +128,7 @@ cdef inline void set_up(
     cdef uint64_t head = (sizeof(Slot) + PAGE - 1) // PAGE * PAGE
     cdef uint32_t i
     l.base, l.n_bytes, l.mapping.there, l.mapping.own = base, n_bytes, True, not is_lane
+    l.named = is_lane
     l.out, l.back = (&at.to_worker, &at.to_lane) if is_lane else (&at.to_lane, &at.to_worker)
     l.region = <char *>at + head + (REGION if is_lane else 0)
     l.arena.room = REGION

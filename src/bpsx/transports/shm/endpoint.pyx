@@ -51,6 +51,7 @@ cdef int shared_send(
 ) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
     cdef Link *l
+    cdef int rc
     take_new(s)
     l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
     if l != NULL and not l.dead:
@@ -58,13 +59,17 @@ cdef int shared_send(
     if (
         l != NULL
         and not l.dead
+        and l.named
         and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint)
     ):
         return 0
-    return s.inner.send(
+    rc = s.inner.send(
         s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done,
         body_hint, landing
     )
+    if l != NULL and rc == 0:
+        l.named = True
+    return rc
 
 
 cdef int shared_receive(void *self, Message *m) noexcept nogil:
@@ -258,7 +263,7 @@ cdef class SharedEndpoint:
     def connect(self, peer: int, address: str, undriven=ALONE) -> None:
         """Connect to the lane at ``host:port``, which becomes peer ``peer``.
 
-        Messages go through memory if the lane is on this machine and shares some.
+        Messages after the first go through memory if the lane is on this machine and shares some.
         """
         cdef Link *l = NULL
         self.inner.connect(peer, address, undriven)

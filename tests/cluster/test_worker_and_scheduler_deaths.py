@@ -1,0 +1,105 @@
+"""Jobs that lose a worker and their scheduler: the next scheduler learns from the servers which
+worker has died, and does not wait for it.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from cluster.test_scheduler_deaths import everywhere, kill
+from support.jobs import TRANSPORTS, Job
+
+WAYS = {**TRANSPORTS, "shm over tcp": {**TRANSPORTS["shm"], **TRANSPORTS["tcp"]}}
+#: Without the servers' word the next scheduler would wait for longer than the test does.
+ENV = {"BPSX_ELASTIC": "shrink", "BPSX_SCHEDULER_WAIT": "1000", "BYTEPS_LOG_LEVEL": "info"}
+#: Workers that push until some result lacks one of them.
+_PUSHING = """
+    import bpsx, numpy as np
+
+    bpsx.init()
+    number = bpsx.rank()
+    report("connected")
+    {pause}
+    sums = [111.0]
+    while 111.0 in sums:
+        sums = [
+            float(bpsx.push_pull(np.full(n, 10.0**number), name=f"x{{n}}", average=False)[-1])
+            for n in (3, 300_000)
+        ]
+        assert len(set(sums) | {{111.0}}) <= 2, sums
+        report("pushed")
+    report(["end", sums, bpsx.size()])
+    bpsx.shutdown()
+"""
+
+
+class Bereaved(Job):
+    """A job of three workers and two servers. Worker ``victim`` and the scheduler die."""
+
+    def __init__(self, way: str, pause: bool) -> None:
+        source = _PUSHING.format(pause="hear()" if pause else "")
+        super().__init__(source, workers=3, servers=2, env={**ENV, **WAYS[way]})
+        self.victim = random.randrange(3)
+
+    def kill_scheduler(self) -> None:
+        kill(self.scheduler)
+        for process in [*self.workers, *self.servers]:
+            process.wait_for_line("the scheduler at")
+
+    def kill_worker(self) -> None:
+        kill(self.workers[self.victim])
+
+    def end_well(self) -> None:
+        """Wait until the servers have noticed the death. Then let there be a scheduler."""
+        for server in self.servers:
+            server.wait_for_line(f"the connection of worker {self.victim} ")
+        self.start_scheduler(int(self.port))
+        assert self.scheduler is not None
+        self.scheduler.wait_for_line("2 workers go on without")
+        living = [w for i, w in enumerate(self.workers) if i != self.victim]
+        for worker in living:
+            worker.say("go")
+        # A third server, which has no keys yet, is sent away.
+        for process in [*living, *self.servers[:2], self.scheduler]:
+            assert process.wait() == 0, "\n".join(p.text() for p in self.processes)
+        left = 111.0 - 10.0**self.victim
+        assert [w.reports()[-1] for w in living] == [["end", [left, left], 2]] * 2
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("order", ["worker first", "scheduler first", "without a scheduler"])
+def test_the_next_scheduler_does_not_wait_for_a_worker_that_has_died(order, way):
+    with Bereaved(way, pause=False) as job:
+        everywhere(job, "pushed")
+        assert job.scheduler is not None
+        if order == "worker first":
+            job.scheduler.signal(signal.SIGSTOP)  # as if both died at once
+            job.kill_worker()
+            kill(job.scheduler)
+        elif order == "scheduler first":
+            kill(job.scheduler)
+            job.kill_worker()
+        else:
+            job.kill_scheduler()
+            before = len(job.workers[0].reports())
+            job.workers[0].wait_for_line("pushed", count=before + 5)
+            job.kill_worker()
+        job.end_well()
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("late", [False, True])
+def test_a_worker_dies_that_has_pushed_nothing(late, way):
+    """Servers know it from their first contact, also one that has come to the running job."""
+    with Bereaved(way, pause=True) as job:
+        everywhere(job, "connected")
+        assert job.scheduler is not None
+        if late:
+            job.start_server(2)
+            job.scheduler.wait_for_line("has joined")
+        job.kill_scheduler()
+        job.kill_worker()
+        job.end_well()
