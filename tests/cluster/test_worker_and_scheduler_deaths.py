@@ -52,11 +52,13 @@ class Bereaved(Job):
     def kill_worker(self) -> None:
         kill(self.workers[self.victim])
 
-    def end_well(self) -> None:
-        """Wait until the servers have noticed the death. Then let there be a scheduler."""
+    def await_loss(self) -> None:
+        """Wait until the servers have noticed the worker's death."""
         for server in self.servers:
             server.wait_for_line(f"the connection of worker {self.victim} ")
-        self.start_scheduler(int(self.port))
+
+    def end_well(self) -> None:
+        """The job goes on with the others, once there is a scheduler."""
         assert self.scheduler is not None
         self.scheduler.wait_for_line("2 workers go on without")
         living = [w for i, w in enumerate(self.workers) if i != self.victim]
@@ -87,6 +89,8 @@ def test_the_next_scheduler_does_not_wait_for_a_worker_that_has_died(order, way)
             before = len(job.workers[0].reports())
             job.workers[0].wait_for_line("pushed", count=before + 5)
             job.kill_worker()
+        job.await_loss()
+        job.start_scheduler(int(job.port))
         job.end_well()
 
 
@@ -102,4 +106,24 @@ def test_a_worker_dies_that_has_pushed_nothing(late, way):
             job.scheduler.wait_for_line("has joined")
         job.kill_scheduler()
         job.kill_worker()
+        job.await_loss()
+        job.start_scheduler(int(job.port))
+        job.end_well()
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_a_worker_dies_while_the_next_scheduler_awaits_others(way):
+    """The servers have introduced themselves before they notice the death."""
+    with Bereaved(way, pause=True) as job:
+        everywhere(job, "connected")
+        job.kill_scheduler()
+        silent = job.workers[job.victim - 1]
+        silent.signal(signal.SIGSTOP)
+        job.start_scheduler(int(job.port))
+        for process in [*job.workers, *job.servers]:
+            if process is not silent:
+                job.scheduler.wait_for_line(f"pid {process.popen.pid}) is back")
+        job.kill_worker()
+        job.await_loss()
+        silent.signal(signal.SIGCONT)
         job.end_well()

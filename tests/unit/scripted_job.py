@@ -478,6 +478,7 @@ class World:
             "CONNECTED": lambda: hub.connected(ident, m, self.now),
             "AGAIN": lambda: hub.come_back(ident, m, self.now),
             "KNOWN": lambda: hub.known(ident, m),
+            "ENDED": lambda: hub.ended(ident, m),
             "DECLARE": lambda: hub.declare(ident, m),
             "HEARD": lambda: hub.heard(ident),
             "JOIN": lambda: hub.join(ident, m["generation"]),

@@ -99,6 +99,14 @@ class Link(Entering):
             self._outbox.append(messages.encode(kind, **fields))
             self._ring()
 
+    def add_to_report(self, kind: str, **fields: Any) -> None:
+        """Tell a scheduler that rebuilds the job what this node's report lacks.
+
+        Without one it is dropped: the next report has it. Only for the functions of ``watch``.
+        """
+        if self._state is LinkState.RETURNING:
+            self._socket.send(messages.encode(kind, **fields))
+
     def wake(self) -> None:
         """Make the thread call the functions of ``watch``. Any thread may call it."""
         self._ring()

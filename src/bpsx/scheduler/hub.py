@@ -254,8 +254,8 @@ class Hub:
             log.info("the job is complete: %s", names(self._members.present()))
             if self._members.asynchronous and self._config.elastic not in ("auto", "off"):
                 log.warning(
-                    "BPSX_ELASTIC=%s has no effect on asynchronous training: it goes on without"
-                    " lost workers, and ends when a server or the scheduler dies",
+                    "BPSX_ELASTIC=%s does not help asynchronous training: it goes on without lost"
+                    " workers anyway, and ends when a server dies",
                     self._config.elastic,
                 )
             if self._exporter is not None:
@@ -544,6 +544,8 @@ class Hub:
             return out
         if kind == "KNOWN":
             return self._members.known(ident, message)
+        if kind == "ENDED":
+            return self._members.ended(ident, message)
         if kind == "CANNOT":
             log.warning("%s could not start: %s", newcomer(message), message["reason"])
             return self._members.cannot_start(ident, message)

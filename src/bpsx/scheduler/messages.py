@@ -3,8 +3,8 @@
 A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
 CONNECTED, BROKEN, DEPART, AT, HERE, READY, SYNCED, BYE. The hub sends STATUS, WELCOME, REFUSED,
 PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY,
-SOON, MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends AGAIN
-and KNOWN, and gets RESUMED: docs/internals/elastic-scheduler.md.
+SOON, MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends
+AGAIN, KNOWN and ENDED, and gets RESUMED: docs/internals/elastic-scheduler.md.
 
 For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
 WATCH, TRACE, and VIEW to the observer.
@@ -79,6 +79,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
         "state": (dict, 0, 64),
     },
     "KNOWN": {"items": (list, 0, 1 << 20)},
+    #: A server's connections to further workers have ended since its AGAIN: ``broken``, anew.
+    "ENDED": {"broken": (list, 0, 1 << 16)},
     "CANNOT": {
         "role": (str, 1, 16),
         "rank": (int, -1, 2**31),

@@ -92,6 +92,13 @@ class Rebuilding(Membership):
                 job.reports[ident].add(m)
         return []
 
+    def ended(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """Handle ENDED: connections of a server to workers have ended since its AGAIN."""
+        for job in self._jobs.values():
+            if ident in job.reports:
+                job.reports[ident].renew(m)
+        return []
+
     def _differs_again(self, m: dict[str, Any]) -> str:
         for name, ours in (
             ("DMLC_NUM_WORKER", self.num_worker),

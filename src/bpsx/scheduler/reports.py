@@ -104,6 +104,10 @@ class Report:
                 self.known[key] = known
         self.parts -= 1
 
+    def renew(self, m: dict[str, Any]) -> None:
+        """Take an ENDED."""
+        self.broken = [_number(rank) for rank in m["broken"]]
+
     @property
     def name(self) -> str:
         """The node, as text for messages."""

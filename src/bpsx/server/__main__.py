@@ -130,7 +130,7 @@ class Server:
                     self._handle,
                     lost=self._alone,
                     tick=self._tick,
-                    watch=[(self._broken.descriptor, self._broken.look)],
+                    watch=[(self._broken.descriptor, self._look)],
                     report=self._report,
                     resumed=self._resume,
                 )
@@ -337,6 +337,13 @@ class Server:
         """What another scheduler has to know, after the one before has died."""
         heard = max((lane.latest_term for lane in self._lanes), default=0)
         return self._marks.report(self._failure, self._broken.ranks, heard), []
+
+    def _look(self) -> None:
+        """Note broken connections, and tell a scheduler that rebuilds the job of them."""
+        known = self._broken.ranks
+        self._broken.look()
+        if self._broken.ranks != known:
+            self._link.add_to_report("ENDED", broken=self._broken.ranks)
 
     def _tick(self) -> None:
         if self._link.away and self._marks.all_left:
