@@ -221,7 +221,7 @@ def test_the_death_of_a_server_ends_the_job():
         for worker in job.workers:
             worker.wait_for_line("begun")
         assert job.scheduler is not None
-        job.scheduler.wait_for_line("BPSX_ELASTIC=shrink has no effect on asynchronous training")
+        job.scheduler.wait_for_line("BPSX_ELASTIC=shrink does not help asynchronous training")
         job.servers[0].signal(signal.SIGKILL)
         assert all(w.wait() == 1 and "server 0" in w.text() for w in job.workers)
 
