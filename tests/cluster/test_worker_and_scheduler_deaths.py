@@ -127,3 +127,47 @@ def test_a_worker_dies_while_the_next_scheduler_awaits_others(way):
         job.await_loss()
         silent.signal(signal.SIGCONT)
         job.end_well()
+
+
+_OWN_NAMES = """
+    import bpsx, numpy as np, time
+    from bpsx.api.verbs import session
+
+    bpsx.init()
+    number = bpsx.rank()
+    bpsx.push_pull(np.ones(3), name="all")
+    if number == 1:
+        before = session().counters()["bytes_sent"]
+        for i in range(10):
+            bpsx.push_pull_async(np.ones(100, np.float32), name=f"own{i}")
+        while session().counters()["bytes_sent"] < before + 5000:  # of 5,360: all messages
+            time.sleep(0.001)
+    report("ready")
+    hear()
+    sums = [
+        float(bpsx.push_pull(np.full(50 + n, 10.0**number), name=f"new{n}", average=False)[-1])
+        for n in range(20)
+    ]
+    report(["end", sums])
+    bpsx.shutdown()
+"""
+
+
+def test_numbers_that_only_the_dead_worker_knew_are_not_given_out_again():
+    """Lanes know its tensors; the others' new ones must not get the same slots and keys."""
+    env = {**ENV, **TRANSPORTS["tcp"]}
+    with Job(_OWN_NAMES, workers=3, servers=2, env=env) as job:
+        everywhere(job, "ready")
+        assert job.scheduler is not None
+        job.scheduler.signal(signal.SIGSTOP)
+        kill(job.workers[1])
+        for server in job.servers:
+            server.wait_for_line("the connection of worker 1 ")
+        kill(job.scheduler)
+        job.start_scheduler(int(job.port))
+        living = [job.workers[0], job.workers[2]]
+        for worker in living:
+            worker.say("go")
+        for worker in living:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports()[-1] == ["end", [101.0] * 20]

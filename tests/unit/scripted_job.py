@@ -353,7 +353,7 @@ class Server(Node):
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
         known = [w.rank for w in self.world.workers if w.dead and w.rank >= 0 and w.speaks]
         cut = [rank for rank in known if rank not in self.marks.dropped]
-        return self.marks.report(self.lost, cut, 0), []
+        return self.marks.report(self.lost, cut, 0, {"slots": [], "key": -1}), []
 
     def resume(self) -> None:
         pass

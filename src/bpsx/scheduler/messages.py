@@ -79,8 +79,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
         "state": (dict, 0, 64),
     },
     "KNOWN": {"items": (list, 0, 1 << 20)},
-    #: A server's connections to further workers have ended since its AGAIN: ``broken``, anew.
-    "ENDED": {"broken": (list, 0, 1 << 16)},
+    #: A server's connections to further workers have ended since its AGAIN: these fields, anew.
+    "ENDED": {"broken": (list, 0, 1 << 16), "slots": (list, 0, 1 << 16), "key": (int, -1, 2**63)},
     "CANNOT": {
         "role": (str, 1, 16),
         "rank": (int, -1, 2**31),

@@ -414,9 +414,11 @@ class Rebuilding(Membership):
             for p in tensor.places
         ]
         yields = [rule for term in longest.terms for rule in term.yields]
-        placement.restore(replaced, slots_given(workers.values(), longest), places, yields)
+        # A lost worker may have told only lanes of a tensor.
+        tellers = [*workers.values(), *job.servers.values()]
+        placement.restore(replaced, slots_given(tellers, longest), places, yields)
         self.look_for_uneven(now)
-        self.registry.restore(tensors, max(r.key for r in workers.values()))
+        self.registry.restore(tensors, max(r.key for r in tellers))
 
     def _restore_workers(self, term: Term) -> None:
         """Note the workers that were lost or have entered in a term."""

@@ -107,6 +107,11 @@ class Report:
     def renew(self, m: dict[str, Any]) -> None:
         """Take an ENDED."""
         self.broken = [_number(rank) for rank in m["broken"]]
+        self._take_numbers(m)
+
+    def _take_numbers(self, state: dict[str, Any]) -> None:
+        self.key = _number(state["key"], -1)
+        self.slots = {_number(lane): _number(count) for lane, count in state["slots"]}
 
     @property
     def name(self) -> str:
@@ -136,6 +141,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
         report.marked = [_number(rank) for rank in state["joined"]]
         report.dropped = {_number(rank): _number(term) for rank, term in state["dropped"]}
         report.heard = _number(state["heard"])
+        report._take_numbers(state)
         report.entered = {_number(rank): _number(term) for rank, term in state["entered"]}
         report.left = {_number(r): (_text(host), _number(pid)) for r, host, pid in state["left"]}
         return report
@@ -152,8 +158,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     report.joins, report.last = _number(state["joins"]), _number(state["last"], -1)
     report.joined, report.fresh = bool(state["joined"]), bool(state["fresh"])
     report.leaves, report.lost = bool(state["leaves"]), bool(state["lost"])
-    report.key = _number(state["key"], -1)
-    report.slots = {_number(lane): _number(count) for lane, count in state["slots"]}
+    report._take_numbers(state)
     return report
 
 

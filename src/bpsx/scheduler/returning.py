@@ -196,7 +196,8 @@ class Returning:
         longest, of = self.longest, self.lane_servers
         if longest is None:
             return set()
-        used = {lane for w in self.workers.values() for lane, count in w.slots.items() if count}
+        tellers = [*self.workers.values(), *self.servers.values()]
+        used = {lane for r in tellers for lane, count in r.slots.items() if count}
         for term in longest.terms:
             used |= {lane for _, targets in term.moves for lane, _ in targets}
             used |= {lane for lane, _ in term.moves}
@@ -272,11 +273,11 @@ def _note_latest(terms: dict[int, int], told: Iterable[tuple[int, int]]) -> None
         terms[rank] = max(term, terms.get(rank, 0))
 
 
-def slots_given(workers: Iterable[Report], longest: Report) -> dict[int, int]:
+def slots_given(tellers: Iterable[Report], longest: Report) -> dict[int, int]:
     """The number of slots of each lane that may have been given out, also to lost lanes' keys."""
     slots: dict[int, int] = {}
-    for worker in workers:
-        for lane, count in worker.slots.items():
+    for report in tellers:
+        for lane, count in report.slots.items():
             slots[lane] = max(slots.get(lane, 0), count)
     for term in longest.terms:
         for lane, targets in term.moves:

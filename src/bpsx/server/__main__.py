@@ -336,14 +336,22 @@ class Server:
     def _report(self) -> Report:
         """What another scheduler has to know, after the one before has died."""
         heard = max((lane.latest_term for lane in self._lanes), default=0)
-        return self._marks.report(self._failure, self._broken.ranks, heard), []
+        numbers = self._numbers_named()
+        return self._marks.report(self._failure, self._broken.ranks, heard, numbers), []
+
+    def _numbers_named(self) -> dict[str, Any]:
+        """Which slots and keys have been given out, as far as workers have told the lanes."""
+        named = [lane.named for lane in self._lanes]
+        slots = [[number, n] for number, (n, _) in zip(self._numbers, named, strict=False)]
+        return {"slots": slots, "key": max((keys for _, keys in named), default=0) - 1}
 
     def _look(self) -> None:
         """Note broken connections, and tell a scheduler that rebuilds the job of them."""
         known = self._broken.ranks
         self._broken.look()
         if self._broken.ranks != known:
-            self._link.add_to_report("ENDED", broken=self._broken.ranks)
+            numbers = self._numbers_named()
+            self._link.add_to_report("ENDED", broken=self._broken.ranks, **numbers)
 
     def _tick(self) -> None:
         if self._link.away and self._marks.all_left:

@@ -408,6 +408,11 @@ cdef class Lane:
         """The latest term of which a worker has said something to this lane; any thread."""
         return atomic_load(&self.c.terms.latest)
 
+    @property
+    def named(self) -> tuple[int, int]:
+        """Numbers of slots and of keys up to the highest that workers have named; any thread."""
+        return atomic_load(&self.c.keys.slots_named), atomic_load(&self.c.keys.keys_named)
+
     def stop(self) -> None:
         """Make :meth:`run` return."""
         atomic_store(&self.c.stopping, 1)

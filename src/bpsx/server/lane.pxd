@@ -94,6 +94,9 @@ cdef struct Keys:
     uint32_t n
     Slabs slabs                 # memory of the states
     KeyState *spare             # states of keys that have left, by KeyState.spare
+    # Numbers of slots and of keys up to the highest ones that workers have named; any thread.
+    int64_t slots_named
+    int64_t keys_named
 
 # Workers that left, joined, were lost or have entered; any thread sets `news`, gone, joined,
 # dropped, entered.

@@ -6,7 +6,7 @@ For one thread: the control thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -86,11 +86,14 @@ class Marks:
         """The ranks of the workers that are not lost."""
         return self._workers - set(self.dropped)
 
-    def report(self, failure: str, broken: Iterable[int], heard: int) -> dict[str, Any]:
+    def report(
+        self, failure: str, broken: Iterable[int], heard: int, numbers: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """AGAIN's fields.
 
         ``failure``: why the job has failed here, or "". ``broken``: ranks of workers whose
         connections have ended. ``heard``: the latest term of which workers have told a lane.
+        ``numbers``: ``slots`` and ``key``, as of a worker.
         """
         return {
             "size": self._size,
@@ -103,5 +106,6 @@ class Marks:
                 "entered": sorted(self.entered.items()),
                 "broken": sorted(broken),
                 "heard": heard,
+                **numbers,
             },
         }

@@ -1,5 +1,5 @@
 # Registration of a key at a lane: kernels for its element type, and state for its compression.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
 from bpsx.kernels.abi cimport Kernels
@@ -12,6 +12,7 @@ from bpsx.server.trace cimport note_key
 from bpsx.server.yields cimport has_left
 from bpsx.server.store cimport REFUSED, KeyState, entry_new, move_round
 from bpsx.system.arrays cimport make_room
+from bpsx.system.sync cimport atomic_store
 
 
 cdef inline KeyState *new_entry(Lane *lane, Header *h, Kernels *k) noexcept nogil:
@@ -43,6 +44,15 @@ cdef inline int announce_again(Lane *lane, KeyState *e, Header *h) noexcept nogi
         lane.counters.dropped += 1
         return -1
     return 0 if e.term == h.term else -1
+
+
+cdef inline void note_numbers(Lane *lane, Header *h) noexcept nogil:
+    """Note which numbers have been given out.
+
+    A scheduler that is started again may have no other witness, if a worker has died.
+    """
+    atomic_store(&lane.keys.slots_named, max(lane.keys.slots_named, <int64_t>h.slot + 1))
+    atomic_store(&lane.keys.keys_named, max(lane.keys.keys_named, <int64_t>h.key + 1))
 
 
 cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
@@ -83,6 +93,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
         lane.counters.dropped += h.term != 0
         return -1
     lane.keys.at[h.slot] = e
+    note_numbers(lane, h)
     if codec_bytes and not make_packed(lane, lane.keys.at[h.slot], name, h.length, codec_bytes):
         move_round(lane.keys.at[h.slot], REFUSED)   # pushes of this key get an error reply
         return -1
