@@ -277,8 +277,8 @@ def test_a_stopped_server_is_ended_and_started_again(servers: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[worker 0] right", "[worker 1] right"]
-    hung = r"server [01] was still running 0.5 s after the job had lost it, got SIGTERM and"
-    ended = f"bpsx-run: {hung} was killed by SIGKILL"
+    hung = r"server [01] \(pid \d+\) was still running 0.5 s after the job had lost it"
+    ended = f"bpsx-run: {hung}, got SIGTERM and was killed by SIGKILL"
     assert re.search(ended + r"; started again in 0.5 s \(1 of 1\)\n", done.stderr), done.stderr
     assert re.search(ended + ", and the job went on without it", done.stderr), done.stderr
 

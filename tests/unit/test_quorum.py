@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 from dataclasses import dataclass, field
@@ -189,3 +190,15 @@ def test_all_duplicates_can_be_closed(pair):
     held.close()
     server.close()
     assert client.recv(1) == b""
+
+
+def test_a_number_that_has_become_something_else_leaves_no_duplicate():
+    number = os.eventfd(0)
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        held = ends.Ends()
+        held.note(number, b"w0")
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert held.ended(number) == (b"w0", False)
+    finally:
+        os.close(number)

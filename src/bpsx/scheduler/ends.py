@@ -29,9 +29,13 @@ class Ends:
         if old is not None:
             old.close()
         try:
-            self._sockets[descriptor] = socket.socket(fileno=os.dup(descriptor))
+            own = os.dup(descriptor)
         except OSError:  # it has ended meanwhile, or this process has no descriptor left
             return
+        try:
+            self._sockets[descriptor] = socket.socket(fileno=own)
+        except OSError:  # it has ended meanwhile, and its number is that of something else
+            os.close(own)
 
     def ended(self, descriptor: int) -> tuple[bytes, bool] | None:
         """Return the node of a connection that has ended, and whether it was silent.

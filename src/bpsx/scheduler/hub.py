@@ -477,9 +477,11 @@ class Hub:
         """
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-            found = self._ends.ended(int(event["value"])) if self._refusals.event(event) else None
-            if found is not None:
-                self._gone.append(found)
+            ended = self._refusals.event(event)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                found = self._ends.ended(int(event["value"]))
+                if found is not None and ended:
+                    self._gone.append(found)
 
     def _bury(self) -> None:
         """Handle ended connections.
