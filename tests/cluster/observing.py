@@ -1,4 +1,4 @@
-"""Jobs that run until they are told to stop, and ``bpsx-run`` as their observer."""
+"""Jobs that run until a test stops them, for tests of ``bpsx-run top`` and other observers."""
 
 from __future__ import annotations
 

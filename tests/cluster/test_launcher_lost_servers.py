@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,16 +216,12 @@ print("right", flush=True)
 """
 
 
-@pytest.mark.parametrize("transport", ["zmq", "shm"])
-def test_a_real_job_goes_on_without_a_killed_server(transport: str) -> None:
-    words = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--servers", "2"]
+def train_locally(source: str, env: Mapping[str, str], *options: str) -> str:
+    """Run ``source`` on two workers that end well and print "right"; returns standard error."""
+    words = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", *options]
     done = subprocess.run(
-        [*words, sys.executable, "-c", _KILLING],
-        env={
-            **os.environ,
-            "BPSX_ELASTIC": "servers",
-            "BYTEPS_ENABLE_IPC": str(int(transport == "shm")),
-        },
+        [*words, sys.executable, "-c", source],
+        env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -234,12 +230,19 @@ def test_a_real_job_goes_on_without_a_killed_server(transport: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[worker 0] right", "[worker 1] right"]
-    last = done.stderr.splitlines()[-1]
-    assert re.fullmatch(WENT_ON, last), done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_a_real_job_goes_on_without_a_killed_server(transport: str) -> None:
+    env = {"BPSX_ELASTIC": "servers", "BYTEPS_ENABLE_IPC": str(int(transport == "shm"))}
+    errors = train_locally(_KILLING, env, "--servers", "2")
+    last = errors.splitlines()[-1]
+    assert re.fullmatch(WENT_ON, last), errors
     # The scheduler's number may differ.
     (pid,) = re.findall(r"pid (\d+)", last)
-    assert re.search(rf"server [01] \(127.0.0.1, pid {pid}\) is gone", done.stderr), done.stderr
-    assert "workers have moved" in done.stderr, done.stderr
+    assert re.search(rf"server [01] \(127.0.0.1, pid {pid}\) is gone", errors), errors
+    assert "workers have moved" in errors, errors
 
 
 #: Worker 0 stops a server, and trains until the launcher has started another one.
@@ -264,23 +267,13 @@ print("right", flush=True)
 @pytest.mark.parametrize("servers", ["2", "1"])
 def test_a_stopped_server_is_ended_and_started_again(servers: str) -> None:
     """The job has gone on without it, or waits for another one."""
-    words = [sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2"]
-    words += ["--servers", servers, "--max-restarts", "1", "--grace", "0.5"]
-    done = subprocess.run(
-        [*words, sys.executable, "-c", _STOPPING],
-        env={**os.environ, "PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[worker 0] right", "[worker 1] right"]
+    env = {"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"}
+    options = ("--servers", servers, "--max-restarts", "1", "--grace", "0.5")
+    errors = train_locally(_STOPPING, env, *options)
     hung = r"server [01] \(pid \d+\) was still running 0.5 s after the job had lost it"
     ended = f"bpsx-run: {hung}, got SIGTERM and was killed by SIGKILL"
-    assert re.search(ended + r"; started again in 0.5 s \(1 of 1\)\n", done.stderr), done.stderr
-    assert re.search(ended + ", and the job went on without it", done.stderr), done.stderr
+    assert re.search(ended + r"; started again in 0.5 s \(1 of 1\)\n", errors), errors
+    assert re.search(ended + ", and the job went on without it", errors), errors
 
 
 def test_a_server_that_leaves_is_not_ended(launcher: Launcher) -> None:

@@ -9,7 +9,7 @@ from bench.network import run
 from support.jobs import TRANSPORTS, Job, Process
 
 pytestmark = [needed, pytest.mark.timeout(150)]
-#: Each worker adds a digit of its own, so that sums say who is in them.
+#: Worker n adds 10**n, so the digits of a sum show which workers it contains.
 STEPPING = """
     import bpsx, numpy as np, select
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bpsx.errors import ConfigError, PeerLostError, Status, explain
-from bpsx.plugin import arrays_elastic, departure
+from bpsx.plugin import arrays_elastic
 from bpsx.plugin import elastic as plugin
 from bpsx.session.boundaries import Change
 from bpsx.torch import elastic as torch_elastic
 from frameworks import mxnet_scripts
+from support.boundaries import scripted_boundaries
 from support.jobs import Job
 from support.tensorflow_job import QUIET
 from support.worker_deaths import REPLACE, SHRINK, ends
@@ -161,18 +161,8 @@ def test_the_loop_goes_on_with_fewer_workers():
 
 @pytest.fixture
 def changes(monkeypatch) -> list[Change]:
-    """What the next boundaries report."""
-    found: list[Change] = []
-    fake = SimpleNamespace(
-        pass_boundary=lambda: found.pop(0) if found else Change(),
-        failure="",
-        await_agreement=Change,
-        may_leave=False,
-        reporter=SimpleNamespace(on_sigterm=None),
-    )
-    for module in (plugin, departure):
-        monkeypatch.setattr(module, "session", lambda: fake)
-    return found
+    """The list from which each boundary takes the change that it reports."""
+    return scripted_boundaries(monkeypatch)
 
 
 class Local(plugin.State):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bpsx.errors import ConfigError, PeerLeftError, PeerLostError, Status, explain
-from bpsx.plugin import departure
 from bpsx.plugin import elastic as plugin
 from bpsx.session.boundaries import Change
 from bpsx.torch import elastic
 from bpsx.torch import horovod as hvd
+from support.boundaries import scripted_boundaries
 from support.jobs import TRANSPORTS, Job
 from support.worker_deaths import begun_anew, lose_sender, replace_one
 
@@ -203,20 +202,9 @@ def test_rank_0_dies_while_all_agree_on_a_departure():
 
 
 @pytest.fixture
-def changes(monkeypatch) -> list:
-    """What the next boundaries report."""
-    found: list = []
-    fake = SimpleNamespace(
-        pass_boundary=lambda: found.pop(0) if found else Change(),
-        failure="",
-        await_agreement=Change,
-        may_leave=False,
-        reporter=SimpleNamespace(on_sigterm=None),
-        leave=lambda why: False,
-    )
-    for module in (plugin, departure):
-        monkeypatch.setattr(module, "session", lambda: fake)
-    return found
+def changes(monkeypatch) -> list[Change]:
+    """The list from which each boundary takes the change that it reports."""
+    return scripted_boundaries(monkeypatch)
 
 
 class Local(plugin.State):

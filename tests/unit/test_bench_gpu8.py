@@ -68,7 +68,7 @@ def test_machines_for_which_no_time_is_left_are_named(bench: ModuleType) -> None
 
 
 def test_links_end_in_time(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would take longer than the time that is left does not begin."""
+    """A measurement begins only if the longest one so far would fit into the time that is left."""
     now = [0.0]
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
 

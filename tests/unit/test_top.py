@@ -59,6 +59,18 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
     assert top.lines(view, "h:1")[0] == f"job at h:1: running, {counts}, up 1 s"
 
 
+_VIEW = {
+    "state": "running",
+    "workers": 2,
+    "servers": 3,
+    "tensors": 0,
+    "seconds": 1.0,
+    "nodes": [],
+    "missing": [],
+    "failure": "",
+}
+
+
 @pytest.mark.parametrize(
     ("more", "shown"),
     [
@@ -74,17 +86,7 @@ def test_counts_are_singular_or_plural(workers: int, servers: int, counts: str) 
     ],
 )
 def test_lost_nodes_are_shown(more: dict[str, int], shown: list[str]) -> None:
-    view = {
-        "state": "running",
-        "workers": 2,
-        "servers": 3,
-        "tensors": 0,
-        "seconds": 1.0,
-        "nodes": [],
-        "missing": [],
-        "failure": "",
-        **more,
-    }
+    view = {**_VIEW, **more}
     assert [line for line in top.lines(view, "h:1") if line.startswith("term ")] == shown
 
 
@@ -100,17 +102,7 @@ def test_the_latest_changes_are_shown_one_a_line() -> None:
         change(2, "left", worker, "SIGTERM", ago=None),
         change(3, "moved", "server 2 (h, pid 9)"),
     ]
-    view = {
-        "state": "running",
-        "workers": 2,
-        "servers": 3,
-        "tensors": 0,
-        "seconds": 1.0,
-        "nodes": [],
-        "missing": [],
-        "failure": "",
-        "changes": changes,
-    }
+    view = {**_VIEW, "changes": changes}
     shown = top.lines(view, "h:1")
     assert shown[4:10] == [
         "term  s ago  gap s  bytes again  change",

@@ -1,4 +1,4 @@
-"""What bpsx takes from torchrun in place of its own options."""
+"""Variables that torchrun sets, and the options of bpsx that they stand for."""
 
 from __future__ import annotations
 
