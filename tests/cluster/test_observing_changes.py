@@ -24,10 +24,10 @@ def test_top_and_metrics_of_a_job_that_has_lost_processes_and_got_others():
     with looping(env=env, servers=2) as job:
         job.start_server(2)
         job.scheduler.wait_for_line("has joined")
-        for victim in (job.servers[0], job.scheduler):
+        for victim, text in ((job.servers[0], "with term 1"), (job.scheduler, "steps go on")):
             victim.signal(signal.SIGKILL)
             victim.wait()
-            job.workers[0].wait_for_line("is gone")
+            job.workers[0].wait_for_line(text)
         job.start_scheduler(int(job.port))
         for worker in job.workers:
             worker.wait_for_line("is back, after")
