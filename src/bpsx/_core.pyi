@@ -28,6 +28,7 @@ class Core:
         beside: Collection[int] = (),
         elastic: bool = False,
         shrinks: bool = False,
+        asynchronous: bool = False,
         senders: int = 1,
         living: int = -1,
         ended: Iterable[int] = (),

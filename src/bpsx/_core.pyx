@@ -105,8 +105,8 @@ cdef class Core:
     def __cinit__(
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
         machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=(),
-        bint elastic=False, bint shrinks=False, uint32_t senders=1, int living=-1,
-        ended=(), uint32_t joins=0,
+        bint elastic=False, bint shrinks=False, bint asynchronous=False, uint32_t senders=1,
+        int living=-1, ended=(), uint32_t joins=0,
     ):
         """``endpoint``: an object with ``abi()``; ``lanes``: the server's number for each lane;
         ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: bound on what is in
@@ -116,8 +116,9 @@ cdef class Core:
         ``rank`` is then the machine's number; ``telemetry``: count the bytes of completed tensors;
         ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`; ``elastic``: keep the latest results
         for other workers, as a server may be lost; ``shrinks``: go on without workers that are
-        lost; ``senders``: places for workers, of which ``living`` are taken, -1: all;
-        ``ended``: lanes that are lost; ``joins``: those that had ended when this worker came.
+        lost; ``asynchronous``: lanes keep values; ``senders``: places for workers, of which
+        ``living`` are taken, -1: all; ``ended``: lanes that are lost; ``joins``: those that had
+        ended when this worker came.
         """
         memset(&self.c, 0, sizeof(CCore))
         self.c.moving.told = -1
@@ -141,6 +142,7 @@ cdef class Core:
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.settings.telemetry = telemetry
         self.c.settings.elastic, self.c.settings.shrinks = elastic, elastic and shrinks
+        self.c.settings.asynchronous = asynchronous
         self.c.settings.senders = senders
         self.c.inbox.joins = self.c.moving.joins = joins
         self.c.moving.living = senders if living < 0 else living

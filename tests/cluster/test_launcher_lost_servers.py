@@ -136,18 +136,11 @@ def test_a_loss_that_ends_the_job_later_is_its_cause(launcher: Launcher) -> None
     assert_ended_as_failed(start(launcher, hub, FOR_EVER))
 
 
-@pytest.mark.parametrize(
-    ("more", "hub"),
-    [
-        pytest.param({"environment": {"BPSX_ELASTIC": "off"}}, RUNNING, id="off"),
-        pytest.param({"environment": {"BYTEPS_ENABLE_ASYNC": "1"}}, RUNNING, id="async"),
-    ],
-)
-def test_a_job_that_cannot_lose_servers_is_ended_at_once(
-    launcher: Launcher, more: dict[str, Any], hub: str
-) -> None:
+def test_a_job_that_cannot_lose_servers_is_ended_at_once(launcher: Launcher) -> None:
     """Without a word of the scheduler."""
-    assert_ended_as_failed(start(launcher, hub + "lose(0)\nsignal.pause()", FOR_EVER, **more))
+    off = {"BPSX_ELASTIC": "off"}
+    hub = RUNNING + "lose(0)\nsignal.pause()"
+    assert_ended_as_failed(start(launcher, hub, FOR_EVER, environment=off))
 
 
 def test_a_job_that_has_not_formed_is_ended_at_once(launcher: Launcher) -> None:

@@ -27,11 +27,6 @@ _STEPPING = """
 _CASES: dict[str, tuple[int, dict[str, str], str]] = {
     "it was the last server": (1, {"BPSX_ELASTIC_WAIT": "0"}, ""),
     "BPSX_ELASTIC=off": (2, {"BPSX_ELASTIC": "off"}, ""),
-    "servers of an asynchronous job hold the only copy of its values": (
-        2,
-        {"BYTEPS_ENABLE_ASYNC": "1"},
-        "",
-    ),
 }
 
 

@@ -25,9 +25,17 @@ class Job:
     """Workers and lanes over loopback. Lane ``i`` belongs to server ``i``."""
 
     def __init__(
-        self, workers: int, lanes: int, *, beside: Collection[int] = (), **options: object
+        self,
+        workers: int,
+        lanes: int,
+        *,
+        beside: Collection[int] = (),
+        asynchronous: bool = False,
+        **options: object,
     ) -> None:
-        """``beside``: servers that are on the machine of worker 0."""
+        """``beside``: servers that are on the machine of worker 0. ``options``: of the lanes."""
+        if asynchronous:
+            options |= {"asynchronous": True, "elastic": True}
         self.worker_ends = [LoopbackEndpoint() for _ in range(workers)]
         self.lane_ends = [LoopbackEndpoint() for _ in range(lanes)]
         for i, worker in enumerate(self.worker_ends):
@@ -51,6 +59,8 @@ class Job:
                 credit=50_000,
                 spin_us=0,
                 elastic=True,
+                asynchronous=asynchronous,
+                senders=workers,
                 beside=() if i else beside,
             )
             for i, end in enumerate(self.worker_ends)

@@ -153,7 +153,6 @@ def test_a_late_server_learns_who_has_left_and_joined() -> None:
 def test_jobs_whose_servers_cannot_change_accept_none() -> None:
     for change, why in (
         ({"BPSX_ELASTIC": "off"}, "BPSX_ELASTIC=off"),
-        ({"BYTEPS_ENABLE_ASYNC": 1}, "asynchronous"),
         ({"BPSX_ELASTIC_WAIT": 0}, "BPSX_ELASTIC_WAIT=0"),
     ):
         m = running(2, 1, **{"BPSX_ELASTIC": "servers", "BPSX_ELASTIC_WAIT": 1, **change})

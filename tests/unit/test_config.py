@@ -286,7 +286,7 @@ def test_the_fingerprint_contains_the_options_that_workers_must_share():
         ({"DMLC_NUM_SERVER": "1"}, False),
         ({"DMLC_NUM_SERVER": "1", "BPSX_ELASTIC_WAIT": "9"}, True),
         ({"DMLC_NUM_SERVER": "0", "BPSX_ELASTIC_WAIT": "9"}, False),
-        ({"BYTEPS_ENABLE_ASYNC": "1"}, False),
+        ({"BYTEPS_ENABLE_ASYNC": "1"}, True),
         ({"DMLC_ENABLE_RDMA": "tcp"}, True),
         ({"DMLC_ENABLE_RDMA": "1"}, True),
     ],

@@ -207,7 +207,6 @@ def test_a_server_may_also_leave(failure, text):
     [
         (lambda: elastic(2, 1), "it was the last server"),
         (lambda: running(2, 2), "BPSX_ELASTIC=off"),
-        (lambda: elastic(2, 2, BYTEPS_ENABLE_ASYNC=1), "asynchronous"),
     ],
 )
 def test_a_job_that_cannot_go_on_says_why(job, why):
@@ -507,6 +506,23 @@ def test_a_worker_that_fails_afterwards_says_what_was_lost():
     out = m.bye(b"w1", {"failure": "left with 1 push_pulls under way"})
     assert kinds(out)[b"s1"] == "END"
     assert m.failure.endswith("; before, the job had lost server 0 (h, pid 900)")
+
+
+def test_an_asynchronous_job_does_not_need_workers_that_have_left() -> None:
+    """Neither before a server is lost nor while keys move; nor those that have died."""
+    m = elastic(4, 3, BYTEPS_ENABLE_ASYNC=1)
+    m.bye(b"w3", GOOD)
+    out = dict(m.gone(b"s0", "cut"))
+    assert not out[b"w1"]["missed"] and b"w3" not in out
+    m.moved(b"w0", {"term": 1, "partitions": 2, "again": 64}, 0.0)
+    m.moved(b"w1", {"term": 1, "partitions": 2, "again": 0}, 0.0)
+    assert m.terms is not None and m.terms.finished == []
+    assert {o["type"] for _, o in m.gone(b"w2", "cut")} == {"WARN", "LEFT"}
+    (recovery,) = m.terms.finished
+    assert (recovery.senders, recovery.partitions, recovery.again) == (2, 4, 64)
+    assert not m.terms.any_missed
+    out = dict(m.gone(b"s1", "cut"))
+    assert out[b"w1"]["term"] == 2 and not out[b"w1"]["missed"]
 
 
 def test_keys_of_earlier_terms_are_not_missed():

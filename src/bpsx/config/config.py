@@ -121,7 +121,6 @@ class Config:
         return bool(
             self.elastic != "off"
             and (self.servers > 1 or self.servers == 1 and self.elastic_wait > 0)
-            and not self.asynchronous
         )
 
     @property

@@ -121,6 +121,7 @@ cdef void free_parts(CTensor *tensor) noexcept:
             free(tensor.parts[i].gpu)
             if tensor.parts[i].kept != NULL:
                 free(tensor.parts[i].kept.memory)
+                free(tensor.parts[i].kept.applied)
             free(tensor.parts[i].kept)
             free_backup(&tensor.parts[i])
             packed_free(tensor.parts[i].packed)

@@ -11,6 +11,7 @@ from libc.string cimport memcpy
 from bpsx.core.partition cimport Kept, Lane, Partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_LEFT, E_PROTOCOL
+from bpsx.core.values cimport is_newer, keep_applied
 from bpsx.core.wire cimport (
     ACK, HEADER_BYTES, INLINE, LEAST_ACKNOWLEDGED, PROMPT_BYTES, Header, Settlement,
     header_init,
@@ -63,8 +64,8 @@ cdef inline bint keep_error(
 ) noexcept nogil:
     """Keep the error of a round that all have pushed. False: no memory."""
     cdef Kept *kept
-    if not c.settings.elastic or not closes_round(status):
-        return True             # the outcome of the round before may be needed
+    if not c.settings.elastic or c.settings.asynchronous or not closes_round(status):
+        return True             # the outcome of the round before, or the value, may be needed
     kept = begin_keeping(c, p)
     if kept == NULL:
         return False
@@ -80,20 +81,28 @@ cdef inline uint64_t room_for_small(Partition *p) noexcept nogil:
     )
 
 
+cdef inline bint acknowledges_at_once(Core *c) noexcept nogil:
+    """Whether results are acknowledged when they arrive.
+
+    A job that shrinks acknowledges a result at its commit: it may be summed again until then. A
+    value of an asynchronous job is kept until a newer one comes.
+    """
+    return not c.settings.shrinks and not c.settings.asynchronous
+
+
 cdef inline bint keep_result(
     Core *c, Partition *p, Message *m, char *body, uint64_t length, bint *taken
 ) noexcept nogil:
     """Keep a result. *taken: the message `m` now belongs to the partition. False: no memory."""
     cdef Kept *kept
-    if not c.settings.elastic:
+    if not c.settings.elastic or c.settings.asynchronous and not is_newer(c, p):
         return True
     kept = begin_keeping(c, p)
-    if kept == NULL:
+    if kept == NULL or c.settings.asynchronous and not keep_applied(c, kept):
         return False
     kept.length = length
     c.counters.kept += length
-    # A job that shrinks acknowledges a result at its commit: it may be summed again until then.
-    if length > LEAST_ACKNOWLEDGED and not c.settings.shrinks and not note_arrival(
+    if length > LEAST_ACKNOWLEDGED and acknowledges_at_once(c) and not note_arrival(
         &c.lanes.at[p.lane], p
     ):
         return False

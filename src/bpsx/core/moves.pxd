@@ -25,6 +25,7 @@ from bpsx.core.wire cimport (
     FETCH, GIVE, HAVE, HAVES, HEADER_BYTES, INLINE, KEPT, LOAD, LOG, STATE, WAITS, YIELD, Coded,
     Header, LogHead, header_init, padded,
 )
+from bpsx.core.values cimport applied_bytes
 from bpsx.system.sync cimport lock, unlock
 
 cdef extern from "<unistd.h>" nogil:
@@ -76,27 +77,34 @@ cdef inline void send_have(Core *c, Partition *p, bint waits) noexcept nogil:
     """Announce a moved partition to its new lane, and say what this worker has of it."""
     cdef Header h
     cdef Coded coded
-    cdef char *frame = <char *>malloc(register_size(p) + HEADER_BYTES + sizeof(Coded))
+    cdef const char *body = NULL
+    cdef char *frame
     cdef char *at
+    moved_header(c, p, &h, HAVE)
+    h.round, h.divisor = received(p), c.moving.joins
+    if waits:
+        h.flags |= WAITS
+    if p.kept != NULL and p.kept.held and (
+        c.settings.asynchronous or p.kept.round + 1 == h.round
+    ):
+        h.flags |= KEPT
+    if p.packed != NULL:
+        describe(p, &coded)
+        body, h.length = <const char *>&coded, sizeof(Coded)
+    elif c.settings.asynchronous and h.flags & KEPT:
+        body, h.length = <const char *>p.kept.applied, applied_bytes(c)
+    frame = <char *>calloc(1, register_size(p) + HEADER_BYTES + padded(h.length))
     if frame == NULL:
         fail_core(c, E_MEMORY)
         return
     at = put_register(c, p, frame)
     # Announced again with the next push, which may arrive first.
     p.registered = False
-    moved_header(c, p, &h, HAVE)
-    h.round, h.divisor = received(p), c.moving.joins
-    if waits:
-        h.flags |= WAITS
-    if p.kept != NULL and p.kept.held and p.kept.round + 1 == h.round:
-        h.flags |= KEPT
-    h.length = sizeof(Coded) if p.packed != NULL else 0
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
-    if p.packed != NULL:
-        describe(p, &coded)
-        memcpy(at, &coded, sizeof(Coded))
-        at += sizeof(Coded)
+    if h.length:
+        memcpy(at, body, h.length)
+    at += padded(h.length)
     send_frame(c, p.lane, frame, at)
     free(frame)
 
@@ -343,9 +351,12 @@ cdef inline int note_taken(Core *c, uint32_t peer, uint32_t term) noexcept nogil
 
 
 cdef inline void forget_rounds(Core *c) noexcept nogil:
-    """All workers have joined: messages count rounds from zero, and nobody lacks an outcome."""
+    """All workers have joined: messages count rounds from zero, and nobody lacks an outcome.
+
+    An asynchronous job counts on, as what a value contains is counted in pushes.
+    """
     cdef uint32_t i
-    for i in range(c.table.n):
+    for i in range(c.table.n if not c.settings.asynchronous else 0):
         # A root may still hand a result to its machine's other processes.
         c.table.at[i].joined_at += received(c.table.at[i])
         forget_kept(c, c.table.at[i])
@@ -374,7 +385,9 @@ cdef inline int give(Core *c, Header *asked) noexcept nogil:
     moved_header(c, p, &h, GIVE)
     h.round = asked.round
     h.divisor = 0
-    if kept == NULL or not kept.held or kept.round != asked.round:
+    if kept == NULL or not kept.held or (
+        kept.round != asked.round and not c.settings.asynchronous
+    ):
         h.divisor = <uint32_t>-E_PROTOCOL
     elif kept.outcome.status != DONE:
         h.divisor = <uint32_t>-kept.outcome.status

@@ -108,6 +108,8 @@ cdef struct Kept:
     uint64_t length             # bytes of `body`
     char *body                  # in `message` or in `memory`
     SumNumbers numbers          # of a result of a compressed partition
+    # In an asynchronous job, by sender: its pushes in `body` (core/values.pxd); else NULL.
+    uint32_t *applied
     bint in_message
     Message message             # the answer's message, if `in_message`
     # else a copy; unless it is to be acknowledged, this has room for any that is not

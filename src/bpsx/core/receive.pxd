@@ -5,7 +5,8 @@ from libc.string cimport memcmp, memcpy
 
 from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.core.wire cimport (
-    ANSWER, ERROR, FETCH, LEFT, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, WANT, Header, next_record,
+    ANSWER, APPLIED, ERROR, FETCH, LEFT, PONG, PROOF_BYTES, SETTLED, SNAP, TOOK, VALUE, WANT,
+    Header, next_record,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.commit cimport commit, hold_answer, use_packed
@@ -19,6 +20,7 @@ from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_MEMORY, E_PROTOCOL
 from bpsx.core.trace.recorder cimport watched
 from bpsx.core.trace.worker cimport print_message
+from bpsx.core.values cimport keeps_values, take_applied
 from bpsx.transports.abi cimport Message
 
 cdef enum:
@@ -60,10 +62,22 @@ cdef inline bint is_stale(Core *c, Header *h) noexcept nogil:
     Transports may let LEFT overtake an answer. Then another lane will have the same outcome.
     """
     cdef Partition *p
-    if h.kind != ANSWER and h.kind != ERROR and h.kind != SNAP:
+    if h.kind != ANSWER and h.kind != ERROR and h.kind != SNAP and h.kind != VALUE:
         return False
     p = named(c, h)
     return p != NULL and h.cookie >> 32 < p.term
+
+
+cdef inline int take_value(
+    Core *c, Message *m, Header *h, char *body, bint *taken
+) noexcept nogil:
+    """Handle a VALUE: keep it. Arguments and result as for take_record()."""
+    cdef Partition *p = named(c, h)
+    if c.moving.applied == NULL or p == NULL or p.lane != m.peer or h.length != p.length:
+        return -1
+    if not keep_result(c, p, m, body, h.length, taken):
+        fail_core(c, E_MEMORY)
+    return 0
 
 
 cdef inline int take_elastic(
@@ -83,6 +97,10 @@ cdef inline int take_elastic(
         return note_taken(c, m.peer, h.term)
     if h.kind == LEFT:
         return note_left(c, m.peer, h)
+    if h.kind == APPLIED:
+        return take_applied(c, h, body)
+    if h.kind == VALUE:
+        return take_value(c, m, h, body, taken)
     return -1
 
 
@@ -113,6 +131,7 @@ cdef inline int take_record(
     if (
         p == NULL or p.lane != m.peer or p.round - p.joined_at != h.round
         or h.cookie != cookie_of(p)
+        or h.kind == ANSWER and c.moving.applied == NULL and keeps_values(c)
     ):
         return -1
     if watched(c.watch):
@@ -173,6 +192,7 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         c.counters.received += m.head_size + m.body_size
         at = 0
         taken = False
+        c.moving.applied = NULL
         more = -1 if m.peer >= c.lanes.n else 1
         if more > 0 and c.lanes.at[m.peer].lost:
             # Its partitions move: what it still sends comes too late.
@@ -183,6 +203,8 @@ cdef inline int pump_in(Core *c) noexcept nogil:
             more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
             if more > 0 and take_record(c, &m, &h, body, &taken) != 0:
                 more = -1
+            if more > 0 and h.kind != APPLIED:
+                c.moving.applied = NULL
         if more < 0:
             c.counters.malformed += 1
         if not taken:

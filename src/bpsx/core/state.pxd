@@ -83,6 +83,7 @@ cdef struct Settings:           # constant once the core has started
     int64_t spin_ns             # how long a driver without progress yields the CPU before it parks
     bint telemetry              # count the bytes of completed tensors
     bint elastic                # keep outcomes: a server may be lost
+    bint asynchronous           # lanes keep values, not sums of rounds
     bint shrinks                # the job goes on without workers that it loses: see commit.pxd
     uint32_t senders            # places for workers, or machines
 
@@ -156,6 +157,8 @@ cdef struct Moving:             # partitions that lanes take over, from lost one
     uint32_t yielding           # lanes with a Lane.yielding
     uint32_t era                # latest term in which workers were dropped or entered; 0: none was
     uint32_t living             # senders that live
+    # APPLIED's body, for the next record of the message that is being handled; NULL: none came
+    const char *applied
     # Guarded by the monitor: terms whose keys have all been taken, the latest first,
     Term *over
     int told                    # ... and an eventfd to write to for each; -1: none

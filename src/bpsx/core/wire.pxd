@@ -50,7 +50,8 @@ cdef enum Kind:
     # docs/internals/elastic.md.
     #
     # worker -> lane: the sender has the outcome of `round` rounds of this key, counted since join()
-    # number `divisor` (flags WAITS, KEPT); `cookie` as in REGISTER's push
+    # number `divisor` (flags WAITS, KEPT); `cookie` as in REGISTER's push. Body: Coded of a
+    # compressed key; in an asynchronous job, if KEPT, what APPLIED has said of the kept value
     HAVE = 7
     HAVES = 8                   # worker -> lane: `cookie` HAVEs of this term have been sent
     WANT = 9                    # lane -> worker: send the outcome of this round
@@ -79,6 +80,14 @@ cdef enum Kind:
     # below `slot` for which bit s % `divisor` of `key` is set
     YIELD = 18
     LEFT = 19                   # lane -> worker: the lane has forgotten these slots
+    # The next two let the values of asynchronous training survive their lane: see
+    # docs/internals/asynchronous.md.
+    #
+    # lane -> worker: the next record of the message is an ANSWER or a VALUE. In its body are this
+    # many pushes of each sender; body: a uint32_t by sender
+    APPLIED = 20
+    # lane -> worker: keep this value for others; the body and `cookie` as in an ANSWER
+    VALUE = 21
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame

@@ -30,6 +30,7 @@ from bpsx.scheduler.rejections import EVENTS, Refusals
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.sockets import open_socket
 from bpsx.scheduler.states import JobState
+from bpsx.scheduler.terms import REPLACE, SHRINK
 from bpsx.scheduler.waiting import doubtful_name, loopback_hint
 from bpsx.system.address import is_ipv6, resolve, tcp_url
 from bpsx.system.host import allow_descriptors, require_trust
@@ -252,10 +253,10 @@ class Hub:
             if self._may_die:
                 self._tell_launcher("may die")
             log.info("the job is complete: %s", names(self._members.present()))
-            if self._members.asynchronous and self._config.elastic not in ("auto", "off"):
+            if self._members.asynchronous and self._config.elastic in (SHRINK, REPLACE):
                 log.warning(
-                    "BPSX_ELASTIC=%s does not help asynchronous training: it goes on without lost"
-                    " workers anyway, and ends when a server dies",
+                    "BPSX_ELASTIC=%s: this asynchronous job goes on without workers that it loses,"
+                    " but no worker can join it while it runs",
                     self._config.elastic,
                 )
             if self._exporter is not None:

@@ -53,8 +53,6 @@ class Membership(Growing):
     ) -> None:
         super().__init__(num_worker, num_server, local_size, stall_warn, deadlock_after)
         self.job, self.elastic_wait, self.balances = job, elastic_wait, balances
-        # No worker waits for another, so the job continues when one dies.
-        self.asynchronous = False
         self.epoch = 0  # number of resets after a stall
         # The first worker that left without a failure.
         self._first_leaver: Node | None = None
@@ -533,6 +531,7 @@ class Membership(Growing):
                 text += f"; the job cannot go on without it: {fixed}"
             return self._fail("; ".join([*self._deaths(), text]) + self._missed_text())
         self._dead.append(Loss(node, text, text))
+        self._note_leaving(node)
         if self.terms is not None:
             self.terms.changes.ended(0, text, now)
         text += "; the job is asynchronous, so the other workers continue without it"

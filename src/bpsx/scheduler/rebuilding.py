@@ -404,7 +404,7 @@ class Rebuilding(Membership):
         self._quorum.confirm(self._order)
         senders = {r.ident: r.moved for r in workers.values() if self._speaks_rank(r.rank)}
         self.terms.restore(told, senders, now)
-        departed = [rank for rank in job.left if self._speaks_rank(rank)]
+        departed = [rank for rank in job.left if self._speaks_rank(rank) and not self.asynchronous]
         self._sender_left = self._roster.workers[min(departed)] if departed else None
         self.epoch = max(r.epoch for r in workers.values())
         tensors = _merge([r for r in workers.values() if r.epoch == self.epoch])

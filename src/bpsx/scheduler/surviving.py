@@ -7,6 +7,8 @@ servers and leaves in good order takes results along that others may lack when a
   get what they lack, or until all workers that are left say BYE.
 * If it has left before, the job goes on for workers that have all that they need. It fails as soon
   as one waits for something that was on the lost server.
+
+An asynchronous job does not need workers that have left, nor those that have died.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ class Surviving(Gathering):
 
     elastic_wait = 0.0
     machines = 0  # number of machines with which the job has begun
+    #: No worker waits for another, so the job continues when one dies.
+    asynchronous = False
 
     def __init__(
         self,
@@ -312,10 +316,15 @@ class Surviving(Gathering):
     # ---- workers that need what is lost
 
     def _note_leaving(self, node: Node) -> None:
-        """A node leaves: it takes results along if it speaks to servers."""
-        if self.terms is not None and self._speaks(node):
+        """A node leaves: it takes results along if it speaks to servers.
+
+        In an asynchronous job others keep the values that it has had.
+        """
+        if self.terms is None or not self._speaks(node):
+            return
+        if not self.asynchronous:
             self._sender_left = self._sender_left or node
-            self.terms.left(node.ident)
+        self.terms.left(node.ident, needed=not self.asynchronous)
 
     def _waits_for_missed(self, node: Node, now: float) -> list[Output]:
         """End the job if a worker reports a push_pull that a missed server was to sum.

@@ -73,8 +73,6 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
     """
     if why := elastic_is_off(given, machines):
         return why
-    if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
-        return "servers of an asynchronous job hold the only copy of its values"
     if any(o.get("DMLC_NUM_SERVER") == 1 and not o.get("BPSX_ELASTIC_WAIT") for o in given):
         return f"{LAST}, and BPSX_ELASTIC_WAIT=0"
     return ""
@@ -377,12 +375,12 @@ class Terms:
             if not self._lossy:  # so no outcome is lost
                 self.state = HANDOVER.after(self.state, HandoverEvent.TIME_OVER)
 
-    def left(self, sender: bytes) -> None:
-        """``sender`` is gone, in good order.
+    def left(self, sender: bytes, needed: bool = True) -> None:
+        """``sender`` is gone.
 
-        If keys are not at home yet, their servers are missed.
+        If it may be ``needed``, and keys are not at home yet, their servers are missed.
         """
-        if self.unsettled:
+        if self.unsettled and needed:
             self._miss()
         for recovery in self._open:
             if sender in recovery.awaited:

@@ -158,6 +158,7 @@ class Server:
                 processes=welcome["processes"],
                 fixed_order=config.fixed_order,
                 asynchronous=config.asynchronous,
+                elastic=welcome["elastic"],
                 scheduled=config.server_schedule,
                 spin_us=config.spin_us,
                 log=log.error,

@@ -10,6 +10,7 @@ class Lane:
         senders: int,
         processes: int = 1,
         asynchronous: bool = False,
+        elastic: bool = False,
         fixed_order: bool = False,
         scheduled: bool = False,
         spin_us: float = 0,

@@ -15,17 +15,14 @@ from bpsx.core.slab cimport drop_records
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.trace.watch cimport Watch
 from bpsx.kernels.loaded cimport fill_in
-from bpsx.server.push cimport finish_takeover, push
-from bpsx.server.reply cimport flush_all, let_go, send_pong, take_acks
-from bpsx.server.drops cimport is_stale, take_drops, take_entries
+from bpsx.server.push cimport push
+from bpsx.server.reply cimport flush_all, head_bytes, let_go, send_pong, take_acks
 from bpsx.server.register cimport register
-from bpsx.server.rounds cimport drop_held, notice
+from bpsx.server.rounds cimport drop_held
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
-from bpsx.server.rebuild cimport start_rebuilds
-from bpsx.server.takeover cimport (
-    completes, decide, end_takeover, take_given, take_have, take_haves, take_state, tell_taken,
-)
-from bpsx.server.yields cimport free_yields, look_at_yields, take_yield
+from bpsx.server.takeover cimport end_takeover
+from bpsx.server.terms cimport note_given, note_have, take_news
+from bpsx.server.yields cimport free_yields, take_yield
 from bpsx.server.trace cimport note_message
 from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport KeyState, entry_free
@@ -47,62 +44,6 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
     except Exception as e:
         (<Lane>lane.owner).log(f"cannot reply to worker {h.sender}'s greeting: {e}")
         return -1
-
-
-cdef void decide_term(CLane *lane, uint32_t term) noexcept nogil:
-    """Decide about the keys of a term, if all has been said of them."""
-    cdef KeyState *e
-    cdef uint32_t i
-    if not completes(lane, term):
-        return
-    for i in range(lane.keys.n):
-        e = lane.keys.at[i]
-        if e != NULL and e.term == term and e.takeover != NULL:
-            decide(lane, e)
-            finish_takeover(lane, e)
-    start_rebuilds(lane)
-    tell_taken(lane, term)
-
-
-cdef void take_news(CLane *lane) noexcept nogil:
-    """Handle what other threads have said of workers that left, joined, were lost or entered."""
-    cdef uint32_t term
-    notice(lane)
-    take_entries(lane)
-    if take_drops(lane):
-        look_at_yields(lane)
-        # Fewer senders have to speak: all may have been said.
-        for term in range(lane.terms.era, <uint32_t>lane.terms.latest + 1):
-            decide_term(lane, term)
-
-
-cdef int note_have(CLane *lane, Header *h, const char *body) noexcept nogil:
-    """Handle a HAVE or a HAVES; the last one of a term decides about its keys. -1: malformed."""
-    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
-    if h.kind == HAVE and is_stale(lane, h):
-        return 0
-    if h.term < lane.terms.era:
-        lane.counters.stale += 1
-        return 0
-    if (take_have(lane, e, h, body) if h.kind == HAVE else take_haves(lane, h)) != 0:
-        return -1
-    decide_term(lane, h.term)
-    return 0
-
-
-cdef int note_given(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
-    """Handle a GIVE, a LOAD or a LOG. Arguments and result as for push()."""
-    cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
-    if is_stale(lane, h):
-        return 0
-    if (
-        take_given(lane, e, h, m, body, kept) if h.kind == GIVE
-        else take_state(lane, e, h, m, body, kept)
-    ) != 0:
-        return -1
-    finish_takeover(lane, e)
-    tell_taken(lane, h.term)
-    return 0
 
 
 cdef int handle_record(
@@ -149,7 +90,9 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
             break
         if h.job != lane.settings.job or h.sender != m.peer:
             more = -1
-        elif lane.absent.lost[m.peer] and h.kind != PING:   # one that is about to enter greets
+        elif lane.absent.departed[m.peer] or (
+            lane.absent.lost[m.peer] and h.kind != PING     # one that is about to enter greets
+        ):
             lane.counters.stale += 1
         else:
             rc = handle_record(
@@ -248,7 +191,8 @@ cdef class Lane:
     ``processes`` workers. ``asynchronous``: pushes may be added to a value that the lane keeps.
     ``fixed_order``: sum in the order of senders. ``scheduled``: handle the most urgent message
     first. ``spin_us``: microseconds without messages after which the lane sleeps. ``joins``: joins
-    of all workers that ended before this lane began. ``log_ratio``: bytes of a worker's log of a
+    of all workers that ended before this lane began. ``elastic``: keys survive this lane.
+    ``log_ratio``: bytes of a worker's log of a
     compressed key after which the lane takes a snapshot, as a multiple of the key's state; 0: it
     takes none. ``shrinks``: the job goes on without workers that it loses. ``term``: the latest
     term before this lane began. ``vacant``: senders that may enter, and have not been there yet.
@@ -261,7 +205,8 @@ cdef class Lane:
 
     def __cinit__(
         self, endpoint, *, uint64_t job, int senders, int processes=1, bint asynchronous=False,
-        bint fixed_order=False, bint scheduled=False, double spin_us=0, log=print, watch=None,
+        bint elastic=False, bint fixed_order=False, bint scheduled=False, double spin_us=0,
+        log=print, watch=None,
         bytes secret=b"", uint32_t joins=0, double log_ratio=0, bint shrinks=False,
         uint32_t term=0, vacant=()
     ):
@@ -291,6 +236,10 @@ cdef class Lane:
         self.c.absent.entered = <int64_t *>calloc(senders, sizeof(int64_t))
         self.c.absent.lost = <bint *>calloc(senders, sizeof(bint))
         self.c.absent.skipped = <bint *>calloc(senders, sizeof(bint))
+        self.c.absent.departed = <bint *>calloc(senders, sizeof(bint))
+        if elastic and asynchronous:
+            self.c.applied = <uint32_t *>calloc(senders, sizeof(uint32_t))
+        self.c.head = <char *>malloc(head_bytes(&self.c))
         self.logger = log
         self.broken = None
         self.watch = watch
@@ -302,7 +251,8 @@ cdef class Lane:
             self.c.outs == NULL or self.c.beside == NULL or self.c.absent.gone == NULL
             or self.c.absent.joined == NULL or self.c.absent.skipped == NULL
             or self.c.absent.dropped == NULL or self.c.absent.entered == NULL
-            or self.c.absent.lost == NULL
+            or self.c.absent.lost == NULL or self.c.absent.departed == NULL or self.c.head == NULL
+            or elastic and asynchronous and self.c.applied == NULL
         ):
             raise MemoryError(f"no memory for {senders} senders")
         for i in vacant:
@@ -466,7 +416,11 @@ cdef class Lane:
         free(self.c.pending.items)
         free(self.c.scratch.at)
         free(self.c.keys.at)
+        for i in range(self.c.terms.n):
+            free(self.c.terms.at[i].by)
         free(self.c.terms.at)
+        free(self.c.head)
+        free(self.c.applied)
         free_yields(&self.c)
         free(self.c.outs)
         free(self.c.beside)
@@ -475,4 +429,5 @@ cdef class Lane:
         free(self.c.absent.dropped)
         free(self.c.absent.entered)
         free(self.c.absent.lost)
+        free(self.c.absent.departed)
         free(self.c.absent.skipped)

@@ -10,7 +10,9 @@ from libc.string cimport memcpy
 from bpsx.core.wire cimport ANSWER, INLINE_BYTES, Header
 from bpsx.core.status cimport E_MEMORY, E_PROTOCOL
 from bpsx.kernels.abi cimport Kernels
-from bpsx.server.reply cimport Result, put_record, reply_header, result_in, send_error, send_result
+from bpsx.server.reply cimport (
+    Result, count_applied, put_answer, reply_header, result_in, send_error, send_result,
+)
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport (
     ACCEPTED, MALFORMED, REPEATED, KeyState, Share, Verdict, free_memory, memory_for, note_landing,
@@ -71,6 +73,11 @@ cdef inline int push_delta(
         lane.counters.repeated += 1
         return 0
     note_landing(e, h.sender, m)
+    e.shares[h.sender].cookie = h.cookie
+    e.holder = h.sender
+    count_applied(lane, e, False)
+    if lane.applied != NULL:
+        lane.applied[h.sender] += 1
     if e.nbytes and not add_delta(e, body, m != NULL, h.divisor):
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_MEMORY, 0, 0)
     elif large:
@@ -82,7 +89,7 @@ cdef inline int push_delta(
     else:
         reply_header(lane, &reply, ANSWER, h.sender, e, h.cookie)
         reply.length = e.nbytes
-        put_record(lane, h.sender, &reply, e.value)
+        put_answer(lane, h.sender, &reply, e.value)
     e.shares[h.sender].round += 1
     e.rounds += 1
     lane.counters.rounds += 1

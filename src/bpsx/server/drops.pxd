@@ -4,6 +4,7 @@
 from libc.stdint cimport uint32_t
 
 from bpsx.core.wire cimport Header
+from bpsx.server.kept_values cimport forget_late, hand_over
 from bpsx.server.lane cimport Lane
 from bpsx.server.rounds cimport drop_pushes
 from bpsx.server.store cimport ASKING, KeyState, forget_round
@@ -81,6 +82,31 @@ cdef inline bint take_drops(Lane *lane) noexcept nogil:
         if e != NULL and e.term < latest and not renew(lane, e, latest):
             lane.counters.dropped += 1
     return True
+
+
+cdef inline bint take_departures(Lane *lane) noexcept nogil:
+    """Go on without workers that an elastic asynchronous job has lost, or that have left.
+
+    Others keep the values that these workers alone had. Returns whether there are any since the
+    last call.
+    """
+    cdef uint32_t sender, i
+    cdef KeyState *e
+    cdef bint any = False
+    if lane.applied == NULL or not lane.absent.any_gone:
+        return False
+    for sender in range(lane.settings.senders):
+        if lane.absent.departed[sender] or not atomic_load(&lane.absent.gone[sender]):
+            continue
+        lane.absent.departed[sender] = any = True
+        for i in range(lane.keys.n):
+            if lane.keys.at[i] != NULL:
+                forget_late(lane.keys.at[i], sender)
+    for i in range(lane.keys.n if any else 0):
+        e = lane.keys.at[i]
+        if e != NULL:
+            hand_over(lane, e)
+    return any
 
 
 cdef inline uint32_t note_entries(Lane *lane) noexcept nogil:

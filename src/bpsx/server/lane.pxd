@@ -24,11 +24,14 @@ cdef struct Out:                # batch of small replies to one worker
     uint32_t settled_capacity
     uint64_t settled_bytes      # bytes of those results
 
-cdef struct Gathered:           # what the senders have said of keys that came here in a term
-    uint64_t came               # HAVEs that have arrived, of all senders
-    uint64_t due                # HAVEs that were sent, by the senders that have said so
-    uint32_t senders            # number of those senders
-    bint over                   # all senders have said so, and all HAVEs have arrived
+cdef struct Said:               # what a sender has said of keys that came here in a term
+    uint32_t came               # HAVEs that have arrived
+    uint32_t due                # HAVEs that it has sent, if
+    bint all                    # ... it has said how many
+
+cdef struct Gathered:           # what all senders have said of keys that came here in a term
+    Said *by                    # by sender; NULL: nothing so far
+    bint over                   # all have said how many, and all HAVEs have arrived
     uint32_t asking             # keys for which an outcome has been asked for and has not come
 
 cdef struct Rebuilds:           # compressed keys whose state has to be rebuilt
@@ -112,6 +115,7 @@ cdef struct Absent:
     bint *skipped               # it has joined, or is lost
     bint any_skipped
     uint32_t living             # senders that are not lost
+    bint *departed              # by sender: its values are with others (kept_values.pxd)
     int64_t joins               # joins that have ended
 
 cdef struct LaneCounters:
@@ -137,6 +141,9 @@ cdef struct Lane:
     Scratch scratch             # working memory of the codecs, for one key at a time
     Keys keys
     Out *outs                   # by sender
+    char *head                  # room for the records before a large body
+    # By sender, its pushes in the value that is about to be sent; NULL: senders keep no values.
+    uint32_t *applied
     Kernels kernels[N_DTYPES]   # by dtype code; add is NULL until loaded
     void *owner                 # the Python object that loads kernels
     PendingQueue pending

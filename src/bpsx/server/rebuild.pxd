@@ -1,6 +1,6 @@
 # Rebuilds the lane's state of a compressed key that has come from a lost lane: from the counter
 # that workers have, or from a snapshot and the workers' logs.
-# docs/internals/elastic-compression.md describes the protocol. takeover.pxd and _engine.pyx call
+# docs/internals/elastic-compression.md describes the protocol. takeover.pxd and terms.pxd call
 # these functions.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free

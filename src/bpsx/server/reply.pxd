@@ -6,8 +6,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.wire cimport (
-    ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, LEAST_ACKNOWLEDGED, PONG,
-    PROMPT_BYTES, PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded, set_counter,
+    ANSWER, APPLIED, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, LEAST_ACKNOWLEDGED,
+    PONG, PROMPT_BYTES, PROOF_BYTES, SETTLED, Header, Settlement, header_init, padded, set_counter,
 )
 from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH, E_PEER_LOST
 from bpsx.system.arrays cimport make_room
@@ -155,34 +155,94 @@ cdef inline int take_acks(
 
 
 cdef inline void await_acks(Lane *lane, KeyState *e) noexcept nogil:
-    """Note that the senders of the open round, which is being closed, get a result."""
+    """Note that the senders of the open round, which is being closed, get a result.
+
+    In an asynchronous job nobody acknowledges: a sender keeps each result until the next one.
+    """
     cdef uint32_t sender
+    if lane.settings.asynchronous:
+        return
     for sender in range(lane.settings.senders):
         e.shares[sender].unacknowledged = e.shares[sender].settles = e.shares[sender].pushed
     e.unacknowledged = e.round.pushed
 
 
-cdef inline void put_record(Lane *lane, uint32_t sender, Header *h, char *body) noexcept nogil:
-    """Add a record to a worker's batch.
+cdef inline bint has_room(Lane *lane, uint32_t sender, size_t size) noexcept nogil:
+    """Make room for `size` bytes of records in a worker's batch. False: no memory.
 
-    Without memory the record is lost and counted, which ends the lane and so the job.
+    Without memory the records are lost and counted, which ends the lane and so the job.
     """
     cdef Out *out = &lane.outs[sender]
-    cdef size_t size = HEADER_BYTES + padded(h.length)
     if out.frame != NULL and out.size + size > BATCH_BYTES:
         flush(lane, sender)
     if out.frame == NULL:
         out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size) + MOST_SETTLED_BYTES)
         if out.frame == NULL:
             lane.counters.dropped += 1
-            return
+            return False
         out.size = put_settled(lane, sender, out.frame) - out.frame
+    return True
+
+
+cdef inline char *write_record(char *at, Header *h, const char *body) noexcept nogil:
+    """Write a record with its body at `at`. Returns the address for the next record."""
     h.flags |= INLINE
-    memcpy(out.frame + out.size, h, HEADER_BYTES)
+    memcpy(at, h, HEADER_BYTES)
+    at += HEADER_BYTES
     if h.length and body != NULL:
-        memcpy(out.frame + out.size + HEADER_BYTES, body, h.length)
-        memset(out.frame + out.size + HEADER_BYTES + h.length, 0, padded(h.length) - h.length)
-    out.size += size
+        memcpy(at, body, h.length)
+        memset(at + h.length, 0, padded(h.length) - h.length)
+    return at + padded(h.length)
+
+
+cdef inline void put_record(Lane *lane, uint32_t sender, Header *h, char *body) noexcept nogil:
+    """Add a record to a worker's batch."""
+    cdef Out *out = &lane.outs[sender]
+    if has_room(lane, sender, HEADER_BYTES + padded(h.length)):
+        out.size = write_record(out.frame + out.size, h, body) - out.frame
+
+
+# ---- what the values of an asynchronous job contain
+
+cdef inline void count_applied(Lane *lane, KeyState *e, bint closes) noexcept nogil:
+    """Note how many pushes of each sender are in what the next answers about a key bring.
+
+    `closes`: its open round counts, which is being closed.
+    """
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders if lane.applied != NULL else 0):
+        lane.applied[sender] = e.shares[sender].round + (closes and e.shares[sender].pushed)
+        if e.takeover != NULL and e.takeover.haves[sender].late:
+            lane.applied[sender] += 1
+
+
+cdef inline size_t applied_size(Lane *lane) noexcept nogil:
+    """Bytes of the record that put_applied() writes."""
+    if lane.applied == NULL:
+        return 0
+    return HEADER_BYTES + padded(lane.settings.senders * sizeof(uint32_t))
+
+
+cdef inline char *put_applied(Lane *lane, uint32_t sender, char *at) noexcept nogil:
+    """Write what `count_applied` has noted at `at`, if the job wants it.
+
+    Returns the address for the next record.
+    """
+    cdef Header h
+    if lane.applied == NULL:
+        return at
+    header_init(&h, APPLIED, lane.settings.job, sender)
+    h.length = lane.settings.senders * sizeof(uint32_t)
+    return write_record(at, &h, <const char *>lane.applied)
+
+
+cdef inline void put_answer(Lane *lane, uint32_t sender, Header *h, char *body) noexcept nogil:
+    """Add a result to a worker's batch, and what it contains."""
+    cdef Out *out = &lane.outs[sender]
+    cdef char *at
+    if has_room(lane, sender, applied_size(lane) + HEADER_BYTES + padded(h.length)):
+        at = put_applied(lane, sender, out.frame + out.size)
+        out.size = write_record(at, h, body) - out.frame
 
 
 cdef inline void reply_header(
@@ -214,11 +274,11 @@ cdef inline void send_error(
 
 
 cdef inline void tell_living(Lane *lane, int kind, uint32_t term) noexcept nogil:
-    """Send a record without a body about a term to all senders that are not lost."""
+    """Send a record without a body about a term to all senders that are there."""
     cdef Header h
     cdef uint32_t sender
     for sender in range(lane.settings.senders):
-        if not lane.absent.lost[sender]:
+        if not lane.absent.lost[sender] and not lane.absent.departed[sender]:
             header_init(&h, kind, lane.settings.job, sender)
             h.term = term
             put_record(lane, sender, &h, NULL)
@@ -248,34 +308,47 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
     return r
 
 
+cdef inline size_t head_bytes(Lane *lane) noexcept nogil:
+    """Most bytes of the records before a large body."""
+    return MOST_SETTLED_BYTES + applied_size(lane) + HEADER_BYTES
+
+
+cdef inline void send_large(
+    Lane *lane, uint32_t sender, Header *h, Result *r, char *body, const Landing *landing
+) noexcept nogil:
+    """Send a result as two frames. `landing`: that of the push it replies to, or NULL."""
+    cdef char *at = put_applied(lane, sender, put_settled(lane, sender, lane.head))
+    memcpy(at, h, HEADER_BYTES)
+    at += HEADER_BYTES
+    lane.endpoint.send(
+        lane.endpoint.self, sender, lane.head, at - lane.head, NULL, NULL, body, h.length,
+        result_done, r, landing
+    )
+    if lane.watch != NULL:
+        lane.watch.server.sent += at - lane.head + h.length
+    lane.counters.messages_out += 1
+
+
 cdef inline void send_result(
     Lane *lane, KeyState *e, uint32_t sender, uint64_t cookie, Result *r, char *body,
     uint64_t length, const Landing *landing
 ) noexcept nogil:
-    """Send a large result. `landing`: that of the push it replies to, or NULL."""
+    """Send the large result of a push. `landing`: that of the push, or NULL."""
     cdef Header h
-    cdef char head[MOST_SETTLED_BYTES + HEADER_BYTES]
-    cdef char *at = put_settled(lane, sender, head)
     reply_header(lane, &h, ANSWER, sender, e, cookie)
     h.length = length
-    memcpy(at, &h, HEADER_BYTES)
-    at += HEADER_BYTES
-    lane.endpoint.send(
-        lane.endpoint.self, sender, head, at - head, NULL, NULL, body, length, result_done, r,
-        landing
-    )
-    if lane.watch != NULL:
-        lane.watch.server.sent += at - head + length
-    lane.counters.messages_out += 1
+    send_large(lane, sender, &h, r, body, landing)
 
 
 cdef inline void send_copy(
-    Lane *lane, KeyState *e, uint32_t sender, uint64_t cookie, const char *body, uint64_t length
+    Lane *lane, KeyState *e, uint32_t sender, int kind, uint64_t cookie, const char *body,
+    uint64_t length
 ) noexcept nogil:
-    """Send a copy of a large result.
+    """Send a copy of a large result. `kind`: ANSWER or VALUE.
 
     Without memory the result is lost and counted, which ends the lane and so the job.
     """
+    cdef Header h
     cdef Result *r = result_in(lane, NULL, 1)
     if r == NULL:
         return
@@ -285,7 +358,9 @@ cdef inline void send_copy(
         lane.counters.dropped += 1
         return
     memcpy(r.memory, body, length)
-    send_result(lane, e, sender, cookie, r, r.memory, length, NULL)
+    reply_header(lane, &h, kind, sender, e, cookie)
+    h.length = length
+    send_large(lane, sender, &h, r, r.memory, NULL)
 
 
 cdef inline void answer_large(Lane *lane, KeyState *e) noexcept nogil:
@@ -311,7 +386,7 @@ cdef inline void answer_small(Lane *lane, KeyState *e, char *body, uint64_t leng
         if e.shares[sender].pushed:
             reply_header(lane, &h, ANSWER, sender, e, e.shares[sender].cookie)
             h.length = length
-            put_record(lane, sender, &h, body)
+            put_answer(lane, sender, &h, body)
 
 
 cdef inline void answer_packed(Lane *lane, KeyState *e) noexcept nogil:
@@ -373,6 +448,7 @@ cdef inline void end_broadcast(Lane *lane, KeyState *e) noexcept nogil:
     elif e.state == OPEN and e.operation.seeding and e.nbytes:
         if memory_for(&e.value, e.nbytes):
             memcpy(e.value, e.memory.sum, e.nbytes)
+            e.holder = e.round.opener
         else:
             fail_sum(e, E_MEMORY, 0, 0)
 
@@ -386,6 +462,7 @@ cdef inline void close_round(Lane *lane, KeyState *e) noexcept nogil:
     if lane.watch != NULL:
         note_closing(lane, e)
     if e.state == OPEN:
+        count_applied(lane, e, True)
         if e.compressed != NULL and not e.operation.broadcast:
             answer_packed(lane, e)
         elif e.memory.first != NULL and e.nbytes > INLINE_BYTES:

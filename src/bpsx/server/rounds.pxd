@@ -186,13 +186,14 @@ cdef inline void forget_rounds(Lane *lane) noexcept nogil:
     """Count each sender's rounds from zero if all workers have joined since the last call.
 
     No round is open then. Otherwise, a lane that takes a key over could not compare the senders'
-    counts, as a worker that has joined takes part in fewer rounds.
+    counts, as a worker that has joined takes part in fewer rounds. In an asynchronous job it does
+    not compare them, and values stay.
     """
     cdef uint32_t i, sender, joins = <uint32_t>atomic_load(&lane.absent.joins)
     if joins == lane.terms.joins:
         return
     lane.terms.joins = joins
-    for i in range(lane.keys.n):
+    for i in range(lane.keys.n if not lane.settings.asynchronous else 0):
         if lane.keys.at[i] == NULL:
             continue
         for sender in range(lane.settings.senders):

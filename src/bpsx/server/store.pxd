@@ -112,8 +112,11 @@ cdef struct Have:               # what a sender has of such a key
     uint32_t cookie
     uint8_t there               # it has said so
     uint8_t waits, keeps        # flags WAITS, KEPT
-    # It lacks the outcome that others have: 1; or even earlier ones, which cannot be: 2.
+    # It lacks the outcome that others have: 1; or even earlier ones, which cannot be: 2. In an
+    # asynchronous job, 1: its unanswered push is part of the value.
     uint8_t late
+    # In an asynchronous job, the pushes of each sender in the value that it keeps; or NULL.
+    uint32_t *applied
 
 cdef struct HeldPush:           # a push that came before the key was taken
     bint there
@@ -150,7 +153,8 @@ cdef struct Rebuild:            # how a compressed key's state is rebuilt; serve
 cdef struct Takeover:
     TakeoverState state
     uint32_t awaited            # 1 for an outcome that was asked for, and 1 for a state
-    bint asked                  # an outcome has been asked for and has not come
+    bint asked                  # an outcome has been asked for and has not come,
+    uint32_t holder             # ... of this sender
     Coded *coded                # by sender; NULL: not compressed, or nothing has been said
     Rebuild *rebuild            # NULL: the state is there
     Have *haves                 # by sender
@@ -190,6 +194,7 @@ cdef struct KeyState:
     uint32_t unacknowledged     # senders whose Share.unacknowledged is set
     # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
     char *value
+    int64_t holder              # sender that was sent the value last; -1: none was
     RoundTrace trace
 
 
@@ -211,6 +216,7 @@ cdef inline KeyState *entry_new(
         return NULL
     e.shares = <Share *>(e + 1)
     e.key, e.nbytes, e.dtype, e.term = h.key, h.cookie, h.dtype, h.term
+    e.holder = -1
     e.kernels = kernels
     return e
 

@@ -1,7 +1,7 @@
 # Takes over keys of lost lanes: gathers what the senders have of them, and lets late senders have
 # the outcome that others have already. docs/internals/elastic.md describes the protocol.
 #
-# `begin_takeover` makes a key's takeover when it is announced. _engine.pyx calls the rest, and sums
+# `begin_takeover` makes a key's takeover when it is announced. terms.pxd calls the rest, and sums
 # the pushes that were held once a key has been taken.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
@@ -12,7 +12,10 @@ from bpsx.core.codec.state cimport most_bytes
 from bpsx.core.wire cimport (
     ANSWER, INLINE_BYTES, KEPT, LOAD, TOOK, WAITS, WANT, Header, header_init,
 )
-from bpsx.server.lane cimport Gathered, Lane
+from bpsx.server.kept_values cimport (
+    is_away, note_applied, send_value, settle_value, take_value,
+)
+from bpsx.server.lane cimport Gathered, Lane, Said
 from bpsx.server.rebuild cimport (
     end_rebuild, free_rebuild, leave_rebuilds, note_coded, settle_state, take_load, take_log,
 )
@@ -64,8 +67,9 @@ cdef inline void end_takeover(Lane *lane, KeyState *e) noexcept nogil:
     cdef uint32_t sender
     if t == NULL:
         return
-    for sender in range(lane.settings.senders if t.held != NULL else 0):
-        if t.held[sender].there:
+    for sender in range(lane.settings.senders):
+        free(t.haves[sender].applied)
+        if t.held != NULL and t.held[sender].there:
             drop_held_push(lane, &t.held[sender])
     free(t.held)
     if t.rebuild != NULL:
@@ -87,6 +91,16 @@ cdef inline void drop_held_push(Lane *lane, HeldPush *held) noexcept nogil:
     held.there, held.message, held.body = False, NULL, NULL
 
 
+cdef inline Said *said_by(Lane *lane, uint32_t term, uint32_t sender) noexcept nogil:
+    """What a sender has said in a term. NULL: no memory, or all has been said in it already."""
+    cdef Gathered *gathered = gathering_of(lane, term)
+    if gathered == NULL or gathered.over:
+        return NULL
+    if gathered.by == NULL:
+        gathered.by = <Said *>calloc(lane.settings.senders, sizeof(Said))
+    return &gathered.by[sender] if gathered.by != NULL else NULL
+
+
 cdef inline int take_have(
     Lane *lane, KeyState *e, Header *h, const char *body
 ) noexcept nogil:
@@ -95,29 +109,32 @@ cdef inline int take_have(
     Nothing of the term could be decided without it, but a lane that has no memory for the key ends.
     """
     cdef Have *have
-    cdef Gathered *gathered = gathering_of(lane, h.term)
+    cdef Said *said = said_by(lane, h.term, h.sender)
     if (
-        gathered == NULL or gathered.over or e == NULL or e.takeover == NULL
+        said == NULL or e == NULL or e.takeover == NULL
         or e.key != h.key or e.term != h.term or e.takeover.haves[h.sender].there
-        or not note_coded(lane, e, h, body)
     ):
         return -1
     have = &e.takeover.haves[h.sender]
+    if not (
+        note_applied(lane, h, body, have) if lane.settings.asynchronous
+        else note_coded(lane, e, h, body)
+    ):
+        return -1
     have.there, have.round, have.joins = 1, h.round, h.divisor
     have.cookie = <uint32_t>h.cookie
     have.waits = h.flags & WAITS != 0
     have.keeps = h.flags & KEPT != 0
-    gathered.came += 1
+    said.came += 1
     return 0
 
 
 cdef inline int take_haves(Lane *lane, Header *h) noexcept nogil:
     """Handle a HAVES. -1: malformed."""
-    cdef Gathered *gathered = gathering_of(lane, h.term)
-    if gathered == NULL or gathered.over:
+    cdef Said *said = said_by(lane, h.term, h.sender)
+    if said == NULL or said.all:
         return -1
-    gathered.due += h.cookie
-    gathered.senders += 1
+    said.due, said.all = <uint32_t>h.cookie, True
     return 0
 
 
@@ -127,11 +144,14 @@ cdef inline bint completes(Lane *lane, uint32_t term) noexcept nogil:
     Nothing is decided in a term before the latest drop: a sender that has spoken may be lost.
     """
     cdef Gathered *gathered = gathering_of(lane, term)
-    if (
-        gathered == NULL or gathered.over or gathered.senders < lane.absent.living
-        or gathered.came < gathered.due or term < lane.terms.era
-    ):
+    cdef uint32_t sender
+    if gathered == NULL or gathered.over or gathered.by == NULL or term < lane.terms.era:
         return False
+    for sender in range(lane.settings.senders):
+        if not is_away(lane, sender) and (
+            not gathered.by[sender].all or gathered.by[sender].came < gathered.by[sender].due
+        ):
+            return False
     gathered.over = True
     return True
 
@@ -154,9 +174,10 @@ cdef inline uint32_t settle_counts(Lane *lane, KeyState *e) noexcept nogil:
     return most
 
 
-cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
-    """All has been said of a key: it is taken, or what is lacking is asked for: an outcome, and the
-    state of its compression.
+cdef inline int settle_outcome(Lane *lane, KeyState *e) noexcept nogil:
+    """All has been said of a key: find who lacks the latest outcome.
+
+    Returns a sender that keeps it, or -1 if nobody lacks it.
     """
     cdef Takeover *t = e.takeover
     cdef uint32_t most = settle_counts(lane, e), sender
@@ -170,18 +191,40 @@ cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
     t.most = most
     if e.compressed != NULL:
         settle_state(lane, e, most)
-    if t.late and holder >= 0:
-        t.asked = True
-        t.awaited += 1
-        send_want(lane, e, holder, most - 1)
-    elif t.late:
+    if t.late and holder < 0:
         # Cannot happen as long as workers keep what they have to: late senders get an error.
         t.status = E_PROTOCOL
+    return holder if t.late else -1
+
+
+cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
+    """All has been said of a key: it is taken, or what is lacking is asked for: an outcome or a
+    value, and the state of its compression.
+    """
+    cdef Takeover *t = e.takeover
+    cdef int holder = (
+        settle_value(lane, e) if lane.settings.asynchronous else settle_outcome(lane, e)
+    )
+    if holder >= 0:
+        t.asked, t.holder = True, holder
+        t.awaited += 1
+        send_want(lane, e, holder, t.haves[holder].round - 1)
     t.state = ASKING if t.awaited else TAKEN
     if t.awaited:
         lane.terms.at[e.term].asking += 1
     else:
         answer_late(lane, e)
+
+
+cdef inline void ask_another(Lane *lane, KeyState *e) noexcept nogil:
+    """The sender that was asked for a value is away, or has none: decide anew."""
+    free(e.takeover.haves[e.takeover.holder].applied)
+    e.takeover.haves[e.takeover.holder].applied = NULL
+    e.takeover.asked = False
+    e.takeover.awaited = 0
+    e.takeover.state = GATHERING
+    lane.terms.at[e.term].asking -= 1
+    decide(lane, e)
 
 
 cdef inline void note_arrival(Lane *lane, KeyState *e) noexcept nogil:
@@ -224,6 +267,8 @@ cdef inline int take_given(
         return -1
     if not may_be_result(e, h.length) if status == 0 else not E_COMPRESSOR <= status <= -1:
         status = E_PROTOCOL
+    if lane.settings.asynchronous:
+        return take_given_value(lane, e, h.sender, status, body)
     t.status, t.a, t.b = status, <uint32_t>h.priority, <uint32_t>h.cookie
     t.length = h.length if status == 0 else 0
     if t.length and m != NULL and body == m.body:
@@ -236,6 +281,24 @@ cdef inline int take_given(
         memcpy(t.body, body, t.length)
     t.asked = False
     t.awaited -= 1
+    note_arrival(lane, e)
+    return 0
+
+
+cdef inline int take_given_value(
+    Lane *lane, KeyState *e, uint32_t sender, int status, const char *body
+) noexcept nogil:
+    """Handle the GIVE of an asynchronous job. Arguments and result as for `take_given`."""
+    if sender != e.takeover.holder:
+        return -1
+    if status:
+        ask_another(lane, e)
+        return 0
+    if not take_value(lane, e, body):
+        lane.counters.dropped += 1
+        return 0
+    e.takeover.asked = False
+    e.takeover.awaited -= 1
     note_arrival(lane, e)
     return 0
 
@@ -282,8 +345,10 @@ cdef inline void answer_one(Lane *lane, KeyState *e, Header *push) noexcept nogi
     cdef int status = t.status if t.haves[sender].late == 1 else E_PROTOCOL
     if status:
         send_error(lane, sender, e.key, e.shares[sender].round, push.cookie, status, t.a, t.b)
+    elif lane.settings.asynchronous:
+        send_value(lane, e, sender, ANSWER, push.cookie)
     elif t.length > INLINE_BYTES:
-        send_copy(lane, e, sender, push.cookie, t.body, t.length)
+        send_copy(lane, e, sender, ANSWER, push.cookie, t.body, t.length)
     else:
         reply_header(lane, &h, ANSWER, sender, e, push.cookie)
         h.length = t.length

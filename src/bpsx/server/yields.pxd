@@ -8,6 +8,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.wire cimport LEFT, MOST_CLASSES, Header
+from bpsx.server.kept_values cimport is_away
 from bpsx.server.lane cimport Lane, Yield
 from bpsx.server.reply cimport tell_living
 from bpsx.server.rounds cimport drop_pushes
@@ -79,7 +80,7 @@ cdef inline void look_at_yield(Lane *lane, Yield *y) noexcept nogil:
     if y.over:
         return
     for sender in range(lane.settings.senders):
-        if not y.said[sender] and not lane.absent.lost[sender]:
+        if not y.said[sender] and not is_away(lane, sender):
             return
     leave_keys(lane, y)
 

@@ -295,6 +295,7 @@ def _new_core(
         telemetry=config.telemetry,
         watch=reporter.watchers[0],
         elastic=welcome["elastic"] and near.has_lanes,
+        asynchronous=config.asynchronous,
         shrinks=welcome["shrinks"],
         senders=welcome["workers"],
         living=len(welcome["living"]) // welcome["processes"],
