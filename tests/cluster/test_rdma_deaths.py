@@ -9,6 +9,8 @@ import signal
 
 import pytest
 
+from cluster.deaths import Striking, source
+from cluster.test_async_servers import AsyncJob
 from cluster.test_rdma import RDMA, with_rdma
 from cluster.test_server_deaths import _TRAINING, undisturbed
 from cluster.test_worker_deaths import Shrinking
@@ -61,6 +63,61 @@ def test_servers_die_one_after_the_other_and_a_new_one_joins(processes: int) -> 
 
 
 @with_rdma
+def test_a_server_that_is_stopped_is_replaced() -> None:
+    env = {
+        **RDMA,
+        "BPSX_ELASTIC": "servers",
+        "PS_HEARTBEAT_INTERVAL": "2",
+        "PS_HEARTBEAT_TIMEOUT": "12",
+    }
+    with Striking(source("many"), servers=2, env=env) as job:
+        job.begin(1)
+        job.await_line("goes on with term 1")
+        job.await_line("ended")
+        job.resume()
+        assert job.servers[0].wait() == 1
+        assert "this server has been replaced: server " in job.servers[0].text()
+        job.end_well(job.servers[0])
+
+
+@with_rdma
+def test_two_servers_die_at_once() -> None:
+    """One of them while it takes keys of the other over."""
+    env = {**CUT, "BPSX_ELASTIC": "servers"}
+    with Striking(source("large"), servers=3, env=env) as job:
+        job.begin()
+        for server in (0, 1):
+            kill(job, server)
+        job.resume(*job.servers[:2])
+        job.end_well(*job.servers[:2])
+
+
+@with_rdma
+def test_the_scheduler_and_a_server_die() -> None:
+    env = {**RDMA, "BPSX_ELASTIC": "servers", "BPSX_SCHEDULER_WAIT": "600"}
+    with Striking(source("small"), servers=2, env=env) as job:
+        assert job.scheduler is not None
+        job.begin()
+        job.scheduler.signal(signal.SIGKILL)
+        job.scheduler.wait()
+        job.await_line("steps go on without it")
+        kill(job, 0)
+        job.start_scheduler(int(job.port))
+        job.resume(job.servers[0])
+        job.end_well(job.servers[0])
+
+
+@with_rdma
+def test_servers_of_an_asynchronous_job_die() -> None:
+    with AsyncJob("zmq", env=RDMA, servers=3) as job:
+        job.await_line("ready")
+        for term, server in enumerate(job.servers[:2], 1):
+            server.signal(signal.SIGKILL)
+            job.await_terms(term)
+        job.end_well()
+
+
+@with_rdma
 def test_a_server_leaves_in_good_order() -> None:
     """It yields its keys between two steps."""
     steps = 30
@@ -108,6 +165,18 @@ def test_a_lost_worker_is_replaced() -> None:
         job.end_well(1)
         added = job.added(0)
         assert set(added) <= {1.0, 3.0} and added[-1] == 3.0, added
+
+
+@with_rdma
+def test_the_successor_of_a_lost_worker_dies_too() -> None:
+    env = {**CUT, "BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "600"}
+    with Growing(2, steps=40, env=env, servers=1) as job:
+        assert job.scheduler is not None
+        job.lose(1, 10)
+        successor = job.join(1)
+        job.lose(successor, 1)
+        job.workers[job.join(1)].wait_for_line('["step"')
+        job.end_well(1, successor)
 
 
 @with_rdma
