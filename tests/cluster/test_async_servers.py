@@ -230,6 +230,33 @@ def test_a_server_is_killed_while_the_scheduler_is_away(transport):
         job.end_well()
 
 
+def test_a_broadcast_under_the_name_of_a_value_leaves_it_as_it_is():
+    source = """
+        import bpsx, numpy as np
+        bpsx.init()
+        bpsx.seed(np.full(9, 1.0), "w")
+        bpsx.push_pull(np.full(9, 2.0), "w", average=False)
+        bpsx.barrier()
+        got = bpsx.broadcast(np.full(9, 50.0 + bpsx.rank()), root_rank=1, name="w")
+        report("ready")
+        hear()
+        value = bpsx.push_pull(np.zeros(9), "w", average=False)
+        report([set(got.tolist()) == {51.0}, set(value.tolist()) == {5.0}])
+        bpsx.shutdown()
+    """
+    env = {"BPSX_ELASTIC_WAIT": "60", **ASYNC}
+    with Job(source, servers=1, env=env) as job:
+        for worker in job.workers:
+            worker.wait_for_line("ready")
+        job.servers[0].signal(signal.SIGKILL)
+        job.start_server(1)
+        for worker in job.workers:
+            worker.say("")
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports()[-1] == [True, True]
+
+
 def test_the_job_ends_with_a_server_if_it_is_not_elastic():
     with AsyncJob("zmq", env={"BPSX_ELASTIC": "off"}) as job:
         job.await_line("ready")

@@ -179,10 +179,15 @@ def test_others_keep_what_only_a_worker_that_is_gone_has_got(value, nbytes):
     m.assert_value(0, 12, [2, 1, 1])
 
 
-def test_a_late_worker_that_is_gone_is_forgotten(value):
+@pytest.mark.parametrize("early", [False, True])
+def test_a_late_worker_that_is_gone_is_forgotten(value, early):
+    """Whether it goes before the value arrives or after."""
     m = value(2, 16)
     all_have(m, (3, [3, 5]), (4, [3, 4]))
     m.take(0, w.WANT)
+    if early:
+        m.rig.lane.gone(1)
+        m.rig.assert_nothing_for(0)
     m.give(0, 2)
     m.take(0, w.TOOK)
     m.rig.lane.gone(1)

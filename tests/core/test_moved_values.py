@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -81,7 +82,7 @@ class Run:
             slot, self.job.slots[lane] = self.job.slots[lane], self.job.slots[lane] + 1
             places = [(10_000 + lane, lane, slot, 0, 64)]
             marker = Tensor(f"marker{lane}", 3, places, stages_for("cpu"))
-            begin(self.job, 0, marker, np.zeros(16, np.float32))[0].wait(60)
+            begin(self.job, 1, marker, np.zeros(16, np.float32))[0].wait(60)
 
     def end(self) -> None:
         """Let all workers end; the values have to have all pushes once."""
@@ -112,15 +113,35 @@ def test_each_push_counts_once_when_lanes_are_lost_at_any_moment(workers, schedu
         run.end()
 
 
-@pytest.mark.parametrize("nth", range(10))
-def test_pushes_of_a_worker_that_has_left_are_not_lost_with_their_lane(nth):
-    """Worker 2 pushes last, so no other worker has got a value with its pushes."""
+def push_last() -> Run:
+    """Return a job in which worker 2 has pushed when the others had ended."""
     run = Run(3, [3, 3, 3])
     run.start(0, 1)
     for thread in run.threads[:2]:
         thread.join()
     run.start(2)
     run.threads[2].join()
+    return run
+
+
+def test_an_idle_worker_reads_the_values_that_it_is_to_keep() -> None:
+    run = push_last()
+    before = run.job.cores[0].counters()["bytes_received"]
+    run.leave(2)
+    values = sum(tensor.nbytes for tensor in run.tensors[0])
+    end = time.monotonic() + 60
+    while run.job.cores[0].counters()["bytes_received"] < before + values:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    run.end()
+
+
+@pytest.mark.parametrize("nth", range(10))
+def test_pushes_of_a_worker_that_has_left_are_not_lost_with_their_lane(nth):
+    """Worker 2 pushes last, so no other worker has got a value with its pushes. Worker 0 gets them
+    while it has nothing else to do.
+    """
+    run = push_last()
     run.leave(2)
     for lane in run.rng.sample(range(4), 1 + nth % 3):
         run.lose(lane)

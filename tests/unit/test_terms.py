@@ -525,6 +525,22 @@ def test_an_asynchronous_job_does_not_need_workers_that_have_left() -> None:
     assert out[b"w1"]["term"] == 2 and not out[b"w1"]["missed"]
 
 
+def test_an_asynchronous_job_does_not_need_workers_that_wait_to_leave() -> None:
+    """Those that are left report push_pulls for as long as they like."""
+    m = elastic(2, 3, BYTEPS_ENABLE_ASYNC=1)
+    for worker in (b"w0", b"w1"):
+        m.declare(worker, declare("t", [4]))
+    m.gone(b"s0", "cut")
+    for worker in (b"w0", b"w1"):
+        m.moved(worker, {"term": 1, "partitions": 1, "again": 0}, 10.0)
+    m.waiting(b"w1", waiting(["t", 0, 0, 2.0]), 10.5)
+    assert m.bye(b"w0", GOOD) == [] and m.terms is not None
+    assert m.settle(10 + SETTLE_SECONDS) == []
+    assert kinds(m.settle(10 + LONGEST_SECONDS))[b"w0"] == "GOODBYE"
+    assert not m.terms.any_missed and m.state == "running"
+    assert kinds(m.waiting(b"w1", waiting(["t", 0, 0, 2.0]), 90.0)) == {b"w1": "WARN"}
+
+
 def test_keys_of_earlier_terms_are_not_missed():
     """Only what was on a server that was lost after a worker had left cannot be summed."""
     m = elastic(2, 3, BYTEPS_PARTITION_BYTES=4096)

@@ -176,7 +176,7 @@ def broadcast(
     shape, code = host_arrays.declared_as(memory.target)
     number = ours.number_of(root, "broadcast")
     request = Request(
-        name or f"broadcast.noname.{memory.target.dtype}.{given.shape}",
+        _apart(name) or f"broadcast.noname.{memory.target.dtype}.{given.shape}",
         raw if number == ours.number else None,
         raw,
         divisor=number,
@@ -350,6 +350,15 @@ def _push_pull_on_gpu(
     )
 
 
+def _apart(name: str | None) -> str | None:
+    """The name in the job of a broadcast that leaves the servers' value of ``name`` as it is.
+
+    In asynchronous training workers keep the latest result of each name, for the case that its
+    server dies: it has to be the value.
+    """
+    return f"broadcast.{name}" if name and session().config.asynchronous else name
+
+
 def _broadcast_on_gpu(array: Any, root: int, name: str | None, output: Any) -> Any:
     what = name or "array"
     ours = session()
@@ -362,7 +371,7 @@ def _broadcast_on_gpu(array: Any, root: int, name: str | None, output: Any) -> A
     ours.devices.copy(what, gpu_arrays.as_bytes(source), gpu_arrays.as_bytes(target))
     sent = target if target.dtype in BY_NAME else gpu_arrays.as_bytes(target)
     return ours.broadcast(
-        name or f"broadcast.noname.{source.dtype}.{source.shape}",
+        _apart(name) or f"broadcast.noname.{source.dtype}.{source.shape}",
         sent,
         root,
         result=out,

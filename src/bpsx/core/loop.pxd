@@ -22,6 +22,7 @@ from bpsx.core.stage cimport (
 )
 from bpsx.core.status cimport E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.transitions cimport move_task
+from bpsx.core.values cimport keeps_values
 from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until,
     yield_cpu,
@@ -32,8 +33,9 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef enum:
     # A parked driver rechecks after this time, should a wake-up be lost. With nothing outstanding
-    # no thread drives (except for a joined root), so an idle process makes no system calls.
+    # no thread drives (except for a joined root), so an idle process makes no system calls,
     PARK_MS = 1000
+    LOOK_NS = 250_000_000       # ... unless it keeps values: time between two looks for new ones
     NAP_US = 50                 # between two queries of awaited events of the GPU
     PAUSE_NS = 10_000_000       # between two looks for a driver that has returned unnoticed
     # between two attempts to post to a full ring: its reader does not signal that it has room
@@ -176,6 +178,9 @@ cdef inline int take_news(Core *c) noexcept nogil:
     if c.moving.joins != joins:
         c.moving.joins = joins
         forget_rounds(c)
+    # What lost lanes have sent is ignored from here on, but it may be a newer value.
+    while term != NULL and keeps_values(c) and pump_in(c):
+        pass
     carry_out(c, term)
     if c.machine != NULL and take_departures(c.machine):
         # First note the neighbours that have left: tasks that need them must fail when they start.
@@ -281,6 +286,7 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
             not atomic_load(&c.busy.outstanding)
             and not atomic_load(&c.inbox.news)
             and not serves_others(c.machine)
+            and not (progress and keeps_values(c))
         ):
             return
         if progress:
@@ -374,7 +380,10 @@ cdef inline void pause(Core *c) noexcept nogil:
 
 
 cdef inline void background(Core *c) noexcept nogil:
-    """Drive whenever there is work and no other thread does: the body of the core's own thread."""
+    """Drive whenever there is work and no other thread does: the body of the core's own thread.
+
+    A worker that keeps values also looks from time to time whether a lane has sent any.
+    """
     lock(&c.monitor)
     while not c.role.stopping:
         if (
@@ -382,9 +391,13 @@ cdef inline void background(Core *c) noexcept nogil:
             or not (c.busy.outstanding or c.inbox.news or serves_others(c.machine))
         ):
             c.role.background_idle = True
-            wait(&c.monitor)
+            if keeps_values(c):
+                wait_until(&c.monitor, now_ns() + LOOK_NS)
+            else:
+                wait(&c.monitor)
             c.role.background_idle = False
-            continue
+            if not keeps_values(c) or c.role.driving or c.role.wanted or c.role.stopping:
+                continue
         c.role.driving = True
         unlock(&c.monitor)
         drive(c, NULL, INT64_MAX)

@@ -300,7 +300,8 @@ class Surviving(Gathering):
         live = self._roster.live.values()
         staying = [w.rank for w in live if w.presence is Presence.LIVE]
         busy = any(self._stalls.under_way(rank) for rank in staying)
-        self.terms.settle(now, busy, leaving=bool(self._roster.leaving))
+        needed = bool(self._roster.leaving) and not self.asynchronous
+        self.terms.settle(now, busy, needed)
         return self._process_deferred_byes()
 
     def _keys_move(self) -> bool:

@@ -394,17 +394,18 @@ class Terms:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_LEAVE)
             self._settled()
 
-    def settle(self, now: float, busy: bool, leaving: bool) -> None:
+    def settle(self, now: float, busy: bool, needed: bool) -> None:
         """Let senders leave again, once others have had the time to get what they lack.
 
-        ``busy``: some worker reports push_pulls under way. ``leaving``: senders wait to leave.
+        ``busy``: some worker reports push_pulls under way. ``needed``: senders wait to leave, and
+        may have what others lack.
         """
         passed = now - self._moved_at
         if self.state is not Handover.SETTLING or passed < SETTLE_SECONDS:
             return
         if busy and passed < LONGEST_SECONDS:
             return
-        if busy and leaving:
+        if busy and needed:
             self._miss()
         self.state = HANDOVER.after(self.state, HandoverEvent.TIME_OVER)
         self._settled()

@@ -192,10 +192,10 @@ cdef class Lane:
     ``fixed_order``: sum in the order of senders. ``scheduled``: handle the most urgent message
     first. ``spin_us``: microseconds without messages after which the lane sleeps. ``joins``: joins
     of all workers that ended before this lane began. ``elastic``: keys survive this lane.
-    ``log_ratio``: bytes of a worker's log of a
-    compressed key after which the lane takes a snapshot, as a multiple of the key's state; 0: it
-    takes none. ``shrinks``: the job goes on without workers that it loses. ``term``: the latest
-    term before this lane began. ``vacant``: senders that may enter, and have not been there yet.
+    ``log_ratio``: bytes of a worker's log of a compressed key after which the lane takes a
+    snapshot, as a multiple of the key's state; 0: it takes none. ``shrinks``: the job goes on
+    without workers that it loses. ``term``: the latest term before this lane began. ``vacant``:
+    senders that may enter, and have not been there yet.
     """
     cdef CLane c
     cdef object endpoint, capsule, logger, watch

@@ -9,7 +9,6 @@ from bpsx.core.wire cimport INLINE_BYTES, VALUE, Header
 from bpsx.server.lane cimport Lane
 from bpsx.server.reply cimport count_applied, put_answer, reply_header, send_copy
 from bpsx.server.store cimport TAKEN, Have, KeyState, Takeover, memory_for
-from bpsx.system.sync cimport atomic_load
 
 
 cdef inline bint is_away(Lane *lane, uint32_t sender) noexcept nogil:
@@ -17,9 +16,7 @@ cdef inline bint is_away(Lane *lane, uint32_t sender) noexcept nogil:
 
     A synchronous job cannot go on without a worker that has left, unless it has dropped it.
     """
-    return lane.absent.lost[sender] or (
-        lane.settings.asynchronous and atomic_load(&lane.absent.gone[sender]) != 0
-    )
+    return lane.absent.lost[sender] or lane.absent.departed[sender]
 
 
 cdef inline bint note_applied(Lane *lane, Header *h, const char *body, Have *have) noexcept nogil:
@@ -121,7 +118,7 @@ cdef inline void hand_over(Lane *lane, KeyState *e) noexcept nogil:
 
 cdef inline void forget_late(KeyState *e, uint32_t sender) noexcept nogil:
     """A sender is away: its unanswered push, which is part of the value, needs no answer."""
-    if e.takeover == NULL or e.takeover.state != TAKEN or not e.takeover.haves[sender].late:
+    if e.takeover == NULL or not e.takeover.haves[sender].late:
         return
     e.takeover.haves[sender].late = 0
     e.takeover.late -= 1

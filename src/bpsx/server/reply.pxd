@@ -448,7 +448,7 @@ cdef inline void end_broadcast(Lane *lane, KeyState *e) noexcept nogil:
     elif e.state == OPEN and e.operation.seeding and e.nbytes:
         if memory_for(&e.value, e.nbytes):
             memcpy(e.value, e.memory.sum, e.nbytes)
-            e.holder = e.round.opener
+            e.holder = -1       # all senders get it
         else:
             fail_sum(e, E_MEMORY, 0, 0)
 

@@ -194,7 +194,7 @@ cdef struct KeyState:
     uint32_t unacknowledged     # senders whose Share.unacknowledged is set
     # Value to which asynchronous pushes are added, nbytes; NULL: none yet, that is zeros.
     char *value
-    int64_t holder              # sender that was sent the value last; -1: none was
+    int64_t holder              # sender that was sent the value last; -1: none was, or all were
     RoundTrace trace
 
 
