@@ -230,6 +230,28 @@ def test_a_server_is_killed_while_the_scheduler_is_away(transport):
         job.end_well()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("also", ["", "server"])
+def test_a_worker_is_killed_while_the_scheduler_is_away(transport, also):
+    """The next scheduler goes on without it, and tells the servers."""
+    with AsyncJob(transport, workers=3) as job:
+        job.await_line("ready")
+        assert job.scheduler is not None
+        job.scheduler.signal(signal.SIGKILL)
+        job.scheduler.wait()
+        for worker in job.workers:
+            worker.wait_for_line("steps go on without it")
+        struck = [job.workers[1], *([job.servers[1]] if also else [])]
+        for process in struck:
+            process.signal(signal.SIGKILL)
+            process.wait()
+        job.start_scheduler(int(job.port))
+        job.scheduler.wait_for_line("the other workers continue without it")
+        if also:
+            job.await_terms(1)
+        job.end_well(dead=struck, status=1)
+
+
 def test_a_broadcast_under_the_name_of_a_value_leaves_it_as_it_is():
     source = """
         import bpsx, numpy as np

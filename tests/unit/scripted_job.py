@@ -399,11 +399,13 @@ class World:
         elastic: str = "servers",
         most: int = 0,
         each: int = 1,
+        asynchronous: bool = False,
     ) -> None:
         self.machines, self.each = workers, each
         self.workers_n, self.servers, self.now = workers * each, servers, 0.0
         more = {"BPSX_ELASTIC": elastic, "BPSX_ELASTIC_WAIT": 1, "BPSX_MAX_WORKERS": most}
         more |= {"BYTEPS_LOCAL_SIZE": each, "BPSX_LOCAL_REDUCE": int(each > 1)}
+        more |= {"BYTEPS_ENABLE_ASYNC": 1} if asynchronous else {}
         self.options = config(workers, servers, **more)
         self.job = 77
         self.workers = [Worker(self, r) for r in range(self.workers_n)]

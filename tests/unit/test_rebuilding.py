@@ -287,6 +287,40 @@ def test_a_worker_that_does_not_come_back_ends_the_job() -> None:
     assert "worker 1" in world.workers[0].lost
 
 
+def test_an_asynchronous_job_goes_on_without_a_worker_that_does_not_come_back() -> None:
+    world = World(3, asynchronous=True)
+    world.kill(world.workers[1])
+    world.kill_hub()
+    world.settle()
+    assert world.hub is not None and world.hub.state is JobState.RUNNING
+    assert [w.lost for w in world.workers] == [""] * 3
+    servers = [node for node in world.nodes if isinstance(node, Server)]
+    assert all([*s.marks.report("", [], 0, {})["state"]["left"][0]][0] == 1 for s in servers)
+
+
+def test_an_asynchronous_job_ends_without_too_many_workers() -> None:
+    """They may be in another part of a split network."""
+    world = World(4, asynchronous=True)
+    for rank in (0, 1):
+        world.kill(world.workers[rank])
+    world.kill_hub()
+    world.settle()
+    assert world.hub is not None and world.hub.state is JobState.FAILED
+    assert "worker 0, worker 1 did not come back" in world.hub.failure
+
+
+def test_a_worker_that_servers_take_for_gone_is_not_let_in_again() -> None:
+    """The scheduler has lost its connection. Lanes ignore what it sends."""
+    world = World(3, asynchronous=True)
+    world.bury(world.workers[1])
+    settle_now(world)
+    world.kill_hub()
+    world.settle()
+    assert world.hub is not None and world.hub.state is JobState.RUNNING
+    assert "not awaited any more" in world.workers[1].lost
+    assert [world.workers[rank].lost for rank in (0, 2)] == ["", ""]
+
+
 def test_nothing_is_decided_before_all_workers_are_back() -> None:
     world = World(2, 3)
     first, *others = orphans(world)

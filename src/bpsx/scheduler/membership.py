@@ -26,9 +26,8 @@ from bpsx.scheduler.registry import RegisteredTensor, Registry
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
 from bpsx.scheduler.surviving import Loss, left_message, lost_message
-from bpsx.scheduler.terms import Terms
+from bpsx.scheduler.terms import Terms, is_asynchronous
 
-_ASYNC = "BYTEPS_ENABLE_ASYNC"
 #: Start of the failure text of a worker that ended with PeerLeftError.
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
@@ -91,7 +90,7 @@ class Membership(Growing):
         """Prepare the job that begins with ``servers``; returns the placement of its tensors."""
         workers = self._of("worker")
         config = workers[0].config
-        self.asynchronous = any(n.config.get(_ASYNC) for n in self.nodes.values())
+        self.asynchronous = is_asynchronous(self._given())
         self.processes = self.local_size if config.get("BPSX_LOCAL_REDUCE") else 1
         for worker in workers:
             self._note_root(worker)

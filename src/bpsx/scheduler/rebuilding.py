@@ -282,7 +282,7 @@ class Rebuilding(Membership):
         return [
             _dismissed(r, text)
             for r in job.reports.values()
-            if r.role == "worker" and r.rank in job.dropped
+            if r.role == "worker" and r.rank in job.ignored
         ]
 
     def _skip_terms(self, job: Returning) -> list[Output]:
@@ -317,6 +317,8 @@ class Rebuilding(Membership):
             node = self._roster.workers[rank]
             self._remove(node)
             out += self._lost(node, f"{node} is gone: {why}", now)
+            if self.asynchronous:
+                out += self._after_leaving(node)
         return out
 
     def _fill_roster(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from bpsx.scheduler.quorum import suffice
 from bpsx.scheduler.reports import Report
 from bpsx.scheduler.roster import names
-from bpsx.scheduler.terms import fixed_workers
+from bpsx.scheduler.terms import fixed_workers, is_asynchronous
 
 #: Seconds for which a server may stay away whose connections to a worker have ended, or a worker
 #: whose connections to all servers have, after all other workers have come.
@@ -90,14 +91,35 @@ class Returning:
         At most one scheduler can have as many as :func:`suffice`. The processes of a machine that
         sum among themselves count if all are back.
         """
-        if (
-            self.left
-            or not self.workers
-            or fixed_workers([r.config for r in self.reports.values()])
-        ):
-            return False
         torn, living = {self._sender(rank) for rank in absent}, self.order_of_entry()
+        if not self.workers:
+            return False
+        if self.asynchronous:
+            living = [rank for rank in living if rank not in self.left]
+        elif self.left or fixed_workers(self._options):
+            return False
         return suffice({r for r in self.workers if self._sender(r) not in torn}, living)
+
+    @property
+    def _options(self) -> list[dict[str, Any]]:
+        return [r.config for r in self.reports.values()]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether training is asynchronous."""
+        return is_asynchronous(self._options)
+
+    @property
+    def ignored(self) -> set[int]:
+        """The ranks of the workers without which the job goes on.
+
+        In an asynchronous job, also those that a server takes for gone, whether they have left or
+        not: it ignores what they send.
+        """
+        found = self.dropped
+        for server in self._whole("server").values() if self.asynchronous else ():
+            found = found | {*server.left}
+        return found
 
     def _sender(self, rank: int) -> int:
         """The rank of the process that speaks to the servers for worker ``rank``."""
@@ -115,7 +137,7 @@ class Returning:
     @property
     def workers(self) -> dict[int, Report]:
         """The workers that are back, by rank; not those without which the job goes on."""
-        gone = self.dropped
+        gone = self.ignored
         return {rank: r for rank, r in self._whole("worker").items() if rank not in gone}
 
     @property

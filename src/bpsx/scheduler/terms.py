@@ -61,9 +61,14 @@ def fixed_workers(given: Collection[Mapping[str, Any]]) -> str:
     """
     if any(o.get(ELASTIC) not in (SHRINK, REPLACE) for o in given):
         return f"{ELASTIC} is neither {SHRINK} nor {REPLACE}"
-    if any(o.get("BYTEPS_ENABLE_ASYNC") for o in given):
+    if is_asynchronous(given):
         return "the job is asynchronous"
     return ""
+
+
+def is_asynchronous(given: Collection[Mapping[str, Any]]) -> bool:
+    """Whether training is asynchronous. ``given``: nodes' options."""
+    return any(o.get("BYTEPS_ENABLE_ASYNC") for o in given)
 
 
 def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
