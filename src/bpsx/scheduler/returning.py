@@ -91,9 +91,9 @@ class Returning:
         At most one scheduler can have as many as :func:`suffice`. The processes of a machine that
         sum among themselves count if all are back.
         """
-        torn, living = {self._sender(rank) for rank in absent}, self.order_of_entry()
         if not self.workers:
             return False
+        torn, living = {self._sender(rank) for rank in absent}, self.order_of_entry()
         if self.asynchronous:
             living = [rank for rank in living if rank not in self.left]
         elif self.left or fixed_workers(self._options):
