@@ -70,6 +70,12 @@ _alive: list[DataPlane] = []
 _lent: list[Any] = []
 
 
+def forget_all() -> None:
+    """Free what has been sent and lent. All endpoints have been closed."""
+    _alive.clear()
+    _lent.clear()
+
+
 class DataPlane:
     """An endpoint's data plane; keeps sent memory alive and records the done callbacks that ran."""
 
