@@ -14,7 +14,7 @@ import pytest
 from machine.emulated import Finished, MachineError, NoPackages, compiling, run, why_not
 
 _WHY_NOT = why_not()
-pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(1600)]
+pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(2600)]
 _SUITES = [
     "tests/conformance/test_transports.py",
     "tests/conformance/test_lent_memory.py",
@@ -44,7 +44,7 @@ for given in (
 
 def in_machine(
     *words: str,
-    timeout: float = 1500,
+    timeout: float = 2400,
     device: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
