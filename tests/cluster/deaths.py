@@ -174,6 +174,15 @@ class Striking(Job):
             if server not in but:
                 server.signal(signal.SIGCONT)
 
+    def replace_silent(self) -> None:
+        """Wait until the operation has ended without server 0, which then learns of that."""
+        self.await_line("goes on with term 1")
+        self.await_line("ended")
+        self.resume()
+        assert self.servers[0].wait() == 1
+        assert "this server has been replaced: server " in self.servers[0].text()
+        self.end_well(self.servers[0])
+
     def await_line(self, text: str) -> None:
         """Wait until all workers have said ``text``."""
         for worker in self.workers:

@@ -81,6 +81,13 @@ class AsyncJob(Job):
         for worker in self.workers:
             worker.wait_for_line(text)
 
+    def lose_scheduler(self) -> None:
+        """Kill the scheduler; return when all workers go on without it."""
+        assert self.scheduler is not None
+        self.scheduler.signal(signal.SIGKILL)
+        self.scheduler.wait()
+        self.await_line("steps go on without it")
+
     def await_terms(self, terms: int) -> None:
         """Wait until all workers have moved their keys in so many terms."""
         assert self.scheduler is not None
@@ -218,11 +225,7 @@ def test_pushes_of_a_worker_that_has_left_survive_their_server(transport):
 def test_a_server_is_killed_while_the_scheduler_is_away(transport):
     with AsyncJob(transport) as job:
         job.await_line("ready")
-        assert job.scheduler is not None
-        job.scheduler.signal(signal.SIGKILL)
-        job.scheduler.wait()
-        for worker in job.workers:
-            worker.wait_for_line("steps go on without it")
+        job.lose_scheduler()
         job.servers[0].signal(signal.SIGKILL)
         job.servers[0].wait()
         job.start_scheduler(int(job.port))
@@ -236,16 +239,13 @@ def test_a_worker_is_killed_while_the_scheduler_is_away(transport, also):
     """The next scheduler goes on without it, and tells the servers."""
     with AsyncJob(transport, workers=3) as job:
         job.await_line("ready")
-        assert job.scheduler is not None
-        job.scheduler.signal(signal.SIGKILL)
-        job.scheduler.wait()
-        for worker in job.workers:
-            worker.wait_for_line("steps go on without it")
+        job.lose_scheduler()
         struck = [job.workers[1], *([job.servers[1]] if also else [])]
         for process in struck:
             process.signal(signal.SIGKILL)
             process.wait()
         job.start_scheduler(int(job.port))
+        assert job.scheduler is not None
         job.scheduler.wait_for_line("the other workers continue without it")
         if also:
             job.await_terms(1)

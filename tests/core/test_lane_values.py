@@ -121,7 +121,7 @@ def test_a_value_that_no_worker_has_begins_as_zeros(value):
 
 
 def test_another_is_asked_if_the_holder_has_left_or_has_nothing(value):
-    """What only the holder has got is lost with it: here, its own push."""
+    """Here worker 1 alone had the answer to its last push, so that push is lost."""
     m = value(3, 16)
     all_have(m, (3, [3, 5, 2]), (6, [3, 6, 2]), (2, [3, 4, 2]))
     m.take(1, w.WANT)

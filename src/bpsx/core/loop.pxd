@@ -178,7 +178,7 @@ cdef inline int take_news(Core *c) noexcept nogil:
     if c.moving.joins != joins:
         c.moving.joins = joins
         forget_rounds(c)
-    # What lost lanes have sent is ignored from here on, but it may be a newer value.
+    # A term drops the messages of lost lanes: first read the values among them.
     while term != NULL and keeps_values(c) and pump_in(c):
         pass
     carry_out(c, term)

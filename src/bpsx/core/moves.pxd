@@ -351,9 +351,9 @@ cdef inline int note_taken(Core *c, uint32_t peer, uint32_t term) noexcept nogil
 
 
 cdef inline void forget_rounds(Core *c) noexcept nogil:
-    """All workers have joined: messages count rounds from zero, and nobody lacks an outcome.
+    """All workers have joined: messages count rounds from zero, and every worker has all outcomes.
 
-    An asynchronous job counts on, as what a value contains is counted in pushes.
+    An asynchronous job goes on counting: a value is described by the numbers of its pushes.
     """
     cdef uint32_t i
     for i in range(c.table.n if not c.settings.asynchronous else 0):

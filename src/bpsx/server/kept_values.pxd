@@ -1,6 +1,6 @@
-# Values of asynchronous training that survive their lane: each sender keeps the latest value that
-# it was sent, and what it is told of it (APPLIED). The newest of these has all that any living
-# sender has got. docs/internals/asynchronous.md describes the protocol.
+# Values of asynchronous training survive their lane: each sender keeps the latest value that it has
+# received, and the numbers of pushes in it (APPLIED). The newest of these values contains all
+# others. docs/internals/asynchronous.md describes the protocol.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport malloc
 from libc.string cimport memcpy

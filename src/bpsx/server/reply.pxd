@@ -157,7 +157,7 @@ cdef inline int take_acks(
 cdef inline void await_acks(Lane *lane, KeyState *e) noexcept nogil:
     """Note that the senders of the open round, which is being closed, get a result.
 
-    In an asynchronous job nobody acknowledges: a sender keeps each result until the next one.
+    In an asynchronous job senders acknowledge nothing: they keep each result until the next one.
     """
     cdef uint32_t sender
     if lane.settings.asynchronous:

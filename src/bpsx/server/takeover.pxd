@@ -92,7 +92,7 @@ cdef inline void drop_held_push(Lane *lane, HeldPush *held) noexcept nogil:
 
 
 cdef inline Said *said_by(Lane *lane, uint32_t term, uint32_t sender) noexcept nogil:
-    """What a sender has said in a term. NULL: no memory, or all has been said in it already."""
+    """What a sender has said of its keys in a term. NULL: no memory, or the term is decided."""
     cdef Gathered *gathered = gathering_of(lane, term)
     if gathered == NULL or gathered.over:
         return NULL
@@ -177,7 +177,7 @@ cdef inline uint32_t settle_counts(Lane *lane, KeyState *e) noexcept nogil:
 cdef inline int settle_outcome(Lane *lane, KeyState *e) noexcept nogil:
     """All has been said of a key: find who lacks the latest outcome.
 
-    Returns a sender that keeps it, or -1 if nobody lacks it.
+    Returns a sender that keeps it, or -1 if every sender has it.
     """
     cdef Takeover *t = e.takeover
     cdef uint32_t most = settle_counts(lane, e), sender

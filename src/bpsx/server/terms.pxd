@@ -1,5 +1,5 @@
-# What a lane does when something is said of a term's keys, or when workers come or go: it decides
-# about keys that it takes over, and goes on with them. docs/internals/elastic.md has the protocol.
+# Decides about the keys that a lane takes over in a term, when workers have told it what they have,
+# or when workers have come or gone. docs/internals/elastic.md has the protocol.
 from libc.stdint cimport uint32_t
 
 from bpsx.core.wire cimport GIVE, HAVE, Header
