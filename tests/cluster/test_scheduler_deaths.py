@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bpsx.config import Config
+from bpsx.scheduler.waiting import patience
 from cluster.test_server_deaths_compressed import _TRAINING as _COMPRESSED
 from cluster.test_server_deaths_compressed import Trained, environment, undisturbed
 from cluster.test_server_joins import check, training
@@ -248,6 +250,30 @@ def test_a_scheduler_that_was_silent_loses_no_worker():
         assert job.scheduler.wait() == 0, job.scheduler.text()
 
 
+def test_a_worker_that_was_silent_does_not_blame_the_server():
+    """While it was stopped it could not hear that the scheduler was silent, too."""
+    env = {"PS_HEARTBEAT_INTERVAL": "0", "BPSX_GATHER_GRACE": "2", "BYTEPS_LOG_LEVEL": "info"}
+    # The others must not take the workers for dead.
+    own = {i: {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"} for i in range(2)}
+    with Job(_STEPPING, workers=2, servers=2, env=env, worker_env=own) as job:
+        everywhere(job, "running")
+        job.scheduler.signal(signal.SIGSTOP)
+        kill(job.servers[1])
+        everywhere(job, "is gone")
+        for worker in job.workers:
+            worker.signal(signal.SIGSTOP)
+        time.sleep(patience(Config(own[0]), True) + 0.5)
+        for worker in job.workers:
+            worker.signal(signal.SIGCONT)
+        everywhere(job, "steps go on without it")
+        kill(job.scheduler)
+        start_again(job)
+        for word in ("first", "second"):
+            tell(job)
+            counts(job, word)
+        finished(job, servers=[0])
+
+
 @pytest.mark.parametrize("order", ["scheduler first", "server first"])
 def test_scheduler_and_server_die_together(order):
     """Steps stall until another scheduler has found out that the server is gone."""
@@ -457,7 +483,7 @@ def test_a_goodbye_waits_for_another_scheduler():
 def test_a_server_that_came_late_outlives_the_scheduler(tmp_path, transport, balance):
     """It has got keys before, or none. Another one says HELLO while no scheduler is there."""
     gates = Gates(tmp_path)
-    gates.close(20)
+    gates.close(20, 59)
     env = {"BPSX_ELASTIC_BALANCE": str(balance), **gates.env}
     with training(60, transport, servers=2, **env) as job:
         job.workers[0].wait_for_line("2")
@@ -470,6 +496,7 @@ def test_a_server_that_came_late_outlives_the_scheduler(tmp_path, transport, bal
         gates.open(20)
         for server in job.servers[:3]:
             kill(server)
+        gates.open(59)
         check(job, 60)
         assert job.servers[3].wait() == 0, job.servers[3].text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from bpsx.config import Config
 from bpsx.errors import RendezvousError
 from bpsx.scheduler.waiting import VERDICT_SECONDS, patience
 from bpsx.server.__main__ import Server
+from bpsx.server.broken import Broken
 from bpsx.session import entry
 from bpsx.session.boundaries import Change
 from bpsx.session.lanes import Lanes
@@ -40,10 +42,19 @@ TERM = {
 
 
 class Endpoint:
-    """The lanes whose connections a test has broken."""
+    """The lanes, or the workers of a lane, whose connections a test has broken."""
+
+    address = "h:0"
 
     def __init__(self) -> None:
         self.broken: list[int] = []
+        self._watched = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self._watched)
+
+    def watch(self) -> int:
+        return self._watched
 
     def lost(self) -> list[int]:
         found, self.broken = self.broken, []
@@ -178,30 +189,57 @@ def test_a_server_is_suspected_once_if_others_can_be_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     endpoint, now = Endpoint(), [0.0]
-    monkeypatch.setattr("bpsx.session.lanes.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
     lanes = two_servers(endpoint, wait=10.0)
     endpoint.broken = [3]
     lanes.take_broken()
-    assert lanes.take_suspects() == [], "the scheduler needs a moment"
-    now[0] = VERDICT_SECONDS
+    while now[0] < VERDICT_SECONDS:
+        assert lanes.take_suspects() == [], "the scheduler needs a moment"
+        now[0] += 1.0
     assert lanes.take_suspects() == [(1, False)] and lanes.take_suspects() == []
     lanes.restart()
     assert lanes.take_suspects() == [(1, False)], "another scheduler has not heard of it"
     assert lanes.verdict() == "", "that scheduler needs a moment, too"
-    now[0] += 5.0
-    assert lanes.verdict() != ""
+    for _ in range(4):
+        now[0] += 1.0
+        said = lanes.verdict()
+    assert said != ""
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_time_in_which_this_process_was_stopped_does_not_count(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler may have been silent, too, and this process could not notice it."""
+    endpoint, now = Endpoint(), [0.0]
+    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
+    lanes = two_servers(endpoint, wait=5.0)
+    workers = Broken([endpoint], {0: "worker 0"}, 1, 5.0)  # type: ignore[list-item]
+    verdict = lanes.verdict if role == "worker" else workers.verdict
+    endpoint.broken = [0]
+    lanes.take_broken() if role == "worker" else workers.look()
+    now[0] = 3600.0
+    assert verdict() == ""
+    for _ in range(3):
+        now[0] += 1.0
+        assert verdict() == "", "a second of the pause counts"
+    now[0] += 1.0
+    assert "0 is gone: its connection" in verdict() or "0 at h:0 is gone" in verdict()
 
 
 @pytest.mark.parametrize(("broken", "suspects"), [([0, 2], [(0, True), (1, True)]), ([-1], [])])
 def test_a_worker_that_reaches_no_server_says_so(
-    broken: list[int], suspects: list[tuple[int, bool]]
+    broken: list[int], suspects: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint = Endpoint()
+    endpoint, now = Endpoint(), [0.0]
+    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
     lanes = two_servers(endpoint, wait=VERDICT_SECONDS)
     endpoint.broken = broken
     lanes.take_broken()
     lanes.restart()
-    time.sleep(VERDICT_SECONDS + 0.1)
+    now[0] = VERDICT_SECONDS
+    assert lanes.take_suspects() == [] and lanes.verdict() == "", "two readings are needed"
+    now[0] += VERDICT_SECONDS
     assert lanes.take_suspects() == suspects and lanes.verdict() != ""
 
 

@@ -25,6 +25,7 @@ from bpsx.scheduler import messages
 from bpsx.scheduler.entering import Entering
 from bpsx.scheduler.link_states import LINK, LinkEvent, LinkState
 from bpsx.scheduler.sockets import REFUSALS, no_secret_in_common
+from bpsx.system.awake import AwakeClock
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
@@ -52,6 +53,7 @@ class Link(Entering):
         self._report: Callable[[], Report] | None = None
         self._resumed: Callable[[], None] = lambda: None
         self.gone_ns = 0  # when the connection ended, in ns of the monotonic clock
+        self._without = AwakeClock(0.0)  # since the connection ended
         self._connect_at = -1.0  # when to connect the present socket; negative: it is done
         self._warned = ""  # the latest warning about schedulers that do not fit
         self._thread: threading.Thread | None = None
@@ -118,7 +120,7 @@ class Link(Entering):
 
     @property
     def _gone_for(self) -> float:
-        """Seconds since the connection ended."""
+        """Seconds since the connection ended, for messages."""
         return (time.monotonic_ns() - self.gone_ns) / 1e9
 
     def _move(self, event: LinkEvent) -> None:
@@ -220,7 +222,7 @@ class Link(Entering):
         before = self._state
         self._move(LinkEvent.CONNECTION_ENDED)
         if before is LinkState.CONNECTED:
-            self.gone_ns = time.monotonic_ns()
+            self.gone_ns, self._without = time.monotonic_ns(), AwakeClock(self._wait)
             if self.outlives_scheduler:
                 log.warning(
                     "the %s is gone: its connection broke; steps go on without it, and the job"
@@ -276,7 +278,7 @@ class Link(Entering):
             self._warn(f"the {self.where} {no_secret_in_common(self._config)}")
         if self._state is LinkState.ORPHANED and self._made:
             self._introduce()
-        elif self._state is LinkState.ORPHANED and self._gone_for >= self._wait:
+        elif self._state is LinkState.ORPHANED and self._without.now() >= self._wait:
             self._end(LinkEvent.WAIT_OVER, self._why_over(), lost)
 
     def _introduce(self) -> None:
@@ -297,9 +299,9 @@ class Link(Entering):
     def leave(self, failure: str, timeout: float) -> bool:
         """Send BYE and wait for the reply.
 
-        ``timeout``: seconds; with heartbeats, the wait lasts at least as long as the scheduler may
-        be silent, unless it is known to be gone. A node that leaves without the reply looks like
-        one that died.
+        ``timeout``: seconds in which this process is awake; with heartbeats, the wait lasts at
+        least as long as the scheduler may be silent, unless it is known to be gone. A node that
+        leaves without the reply looks like one that died.
 
         Returns whether the reply came, or the hub was gone, in time. Idempotent.
         """
@@ -307,12 +309,11 @@ class Link(Entering):
             self._bye = failure  # for AGAIN, if the scheduler is gone
             self.send("BYE", failure=failure)
         silence = self._config.heartbeat_interval + self._config.heartbeat_timeout
-        if self._config.heartbeat_interval <= 0 or silence <= timeout:
-            return self.goodbye.wait(timeout)
-        end = time.monotonic() + silence
-        replied = self.goodbye.wait(timeout)
-        while not (replied or self.away) and (left := end - time.monotonic()) > 0:
-            replied = self.goodbye.wait(min(left, TICK))
+        longest = max(timeout, silence) if self._config.heartbeat_interval > 0 else timeout
+        clock, waited, replied = AwakeClock(longest), 0.0, self.goodbye.is_set()
+        while not replied and waited < (timeout if self.away else longest):
+            replied = self.goodbye.wait(min(longest - waited, TICK))
+            waited = clock.now()
         return replied
 
     def stop(self) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import select
-import time
 from collections.abc import Mapping, Sequence
 
+from bpsx.system.awake import AwakeClock
 from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.connections")
@@ -20,7 +20,7 @@ class Broken:
 
     A worker that leaves closes its connections, and a worker that dies loses its connection to the
     scheduler. A lost connection is therefore a failure only if the scheduler reports nothing about
-    that worker for ``patience`` seconds.
+    that worker for ``patience`` seconds, in which this process was awake.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Broken:
             patience,
         )
         self._left: set[int] = set()
+        self._clock = AwakeClock(patience)
         # Time of the loss and its text, by peer number.
         self._lost: dict[int, tuple[float, str]] = {}
         self._epoll = select.epoll()
@@ -60,7 +61,7 @@ class Broken:
                     endpoint.address,
                 )
                 self._lost[peer] = (
-                    time.monotonic(),
+                    self._clock.now(),
                     (
                         f"{self._workers[rank]} is gone: its connection to the lane at"
                         f" {endpoint.address} broke"
@@ -74,7 +75,7 @@ class Broken:
 
     def restart(self) -> None:
         """Give the scheduler the whole time again: there was none until now."""
-        now = time.monotonic()
+        now = self._clock.now()
         self._lost = {peer: (now, text) for peer, (_, text) in self._lost.items()}
 
     def left(self, rank: int) -> None:
@@ -93,7 +94,7 @@ class Broken:
         if not self._lost:
             return ""
         since, text = min(self._lost.values())
-        late = time.monotonic() - since >= self._patience
+        late = self._clock.now() - since >= self._patience
         return (
             f"{text}, and the scheduler has not reported it for {self._patience:g} s"
             if late

@@ -7,12 +7,12 @@ the job goes on without it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bpsx.scheduler.waiting import VERDICT_SECONDS
 from bpsx.system.address import is_here
+from bpsx.system.awake import AwakeClock
 
 connections = logging.getLogger("bpsx.connections")
 #: Seconds that a scheduler has which was started again, for connections that broke before.
@@ -30,10 +30,12 @@ class Lanes:
     ) -> None:
         """``addresses``: number of the server and address, for each lane. ``servers``: names.
 
-        ``patience``: seconds from the end of a connection to the verdict.
+        ``patience``: seconds from the end of a connection to the verdict, while this process is
+        awake.
         """
         self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
         self._patience = patience
+        self._clock = AwakeClock(patience)
         #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
         self.descriptor = -1
         #: When and how a lane's connection broke, by lane; -1: a lane that has not replied yet.
@@ -129,7 +131,7 @@ class Lanes:
         if lane in self._coming:
             self.note_failure(lane, text)
             return True
-        self.broken[lane] = (time.monotonic(), text)
+        self.broken[lane] = (self._clock.now(), text)
         return True
 
     def lose(self, lanes: Iterable[int], text: str) -> None:
@@ -151,7 +153,7 @@ class Lanes:
 
         It is there, so it need not have the time in which it may be silent.
         """
-        since = time.monotonic() + min(0.0, _AGAIN_SECONDS - self._patience)
+        since = self._clock.now() + min(0.0, _AGAIN_SECONDS - self._patience)
         self.broken = {lane: (since, text) for lane, (_, text) in self.broken.items()}
         self._reported.clear()
 
@@ -160,7 +162,7 @@ class Lanes:
 
         With each, whether no other connection works: this worker itself is to blame, perhaps.
         """
-        now, of = time.monotonic(), self.servers
+        now, of = self._clock.now(), self.servers
         ended = {of[lane] for lane in self.broken if lane >= 0}
         others = {of[i] for i in range(len(of)) if i not in self._lost and i not in self._coming}
         others -= ended
@@ -178,4 +180,4 @@ class Lanes:
         if not self.broken:
             return ""
         since, text = min(self.broken.values())
-        return text if time.monotonic() - since >= self._patience else ""
+        return text if self._clock.now() - since >= self._patience else ""
