@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,20 @@ class Gates:
         (self._folder / f"gate {step}").write_text("")
 
 
+def native_stacks(pid: int) -> list[str]:
+    """The stacks of a process's threads in C, line by line; none without gdb."""
+    if shutil.which("gdb") is None:
+        return []
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 20"]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=60
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return ["gdb took more than 60 s"]
+    return [line[:200] for line in found.splitlines() if line.startswith(("#", "Thread"))]
+
+
 class Process:
     """One role's process; collects its output as it arrives."""
 
@@ -163,15 +178,20 @@ class Process:
         return self.popen.returncode
 
     def print_stacks(self) -> None:
-        """End the process, if it still runs; :meth:`text` then has the stacks of its threads."""
+        """End the process, if it still runs; :meth:`text` then has the stacks of its threads.
+
+        With gdb, which shows threads that Python does not know or has forgotten, these too.
+        """
         if self.popen.poll() is not None:
             return
         self.signal(signal.SIGCONT)
+        native = native_stacks(self.popen.pid)
         self.signal(signal.SIGABRT)  # Python prints them, as `faulthandler` is on
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(5)
             for reader in self._readers:
                 reader.join(5)
+        self.errors += native
 
     @property
     def silent(self) -> bool:
