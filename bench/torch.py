@@ -41,6 +41,8 @@ from bench.shapes import SMALL_ELEMENTS
 
 WORKERS = 2
 MODELS = ("mlp", "gpt")
+#: For tests of this benchmark.
+_MORE = ("tiny",)
 CASES = ("step", "overlap", "crossbarrier", "small")
 _MODULES = dict.fromkeys(range(WORKERS), "bench.torch_worker")
 # With two processes on few cores, more threads would measure the operating system's scheduler.
@@ -85,7 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[Case]:
     """Return all cases. Raises :class:`BenchError` if one cannot run."""
     wanted, models = options.only.split(","), options.models.split(",")
-    for given, known, option in ((wanted, CASES, "--only"), (models, MODELS, "--models")):
+    for given, known, option in (
+        (wanted, CASES, "--only"),
+        (models, (*MODELS, *_MORE), "--models"),
+    ):
         if unknown := set(given) - set(known):
             raise BenchError(
                 f"{option}: unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}"

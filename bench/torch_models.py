@@ -80,6 +80,12 @@ WORKLOADS = {
         _next_token(8),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     ),
+    # 26 thousand parameters in 4 tensors, for tests of the benchmark
+    "tiny": Workload(
+        _seeded(lambda: perceptron(64, 320, 16)),
+        _classes(8, 64, 16),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    ),
     # 2,000 tensors of 4 elements, for the cost of a tensor apart from its bytes
     "small": Workload(
         lambda: _Small(2000),

@@ -15,6 +15,8 @@ from support.jobs import TRANSPORTS, Job, Process
 
 #: Heartbeats that soon notice a silent process.
 QUICK = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"}
+#: Small partitions, so that tensors need not be large to be cut.
+CUT = {"BYTEPS_PARTITION_BYTES": "500000"}
 #: What the workers of all jobs share: tensors with their sums, and counted rounds of them.
 _COMMON = '''
     import threading, zlib
@@ -24,12 +26,16 @@ _COMMON = '''
     bpsx.init()
     rank, size = bpsx.rank(), bpsx.size()
     # Elements: sent in batches without and with acknowledgement, whole, and cut.
-    STANDARD = {"tiny": 3, "small": 2_000, "large": 30_000, "cut": 900_000}
+    STANDARD = {"tiny": 3, "small": 2_000, "large": 30_000, "cut": 300_000}
     rounds, wrong = {}, []
+    # To draw each share would cost more than all else. Different parts are multiplied by different
+    # numbers, so no two shares are alike, and their sums are rounded.
+    drawn = np.random.default_rng(0).standard_normal(400_000, np.float32)
 
     def share(name, n, round_, of):
-        seed = [zlib.crc32(name.encode()), round_, of]
-        return np.random.default_rng(seed).standard_normal(n, np.float32)
+        seed = zlib.crc32(f"{name} {round_} {of}".encode())
+        begin = seed % (len(drawn) - n)
+        return drawn[begin : begin + n] * np.float32(1 + seed / 2**32)
 
     def begin(name, n):
         """Push the next round of a tensor. Returns a function that awaits and checks the sum."""
@@ -47,8 +53,9 @@ _COMMON = '''
     def check(name, n, round_, got, ranks):
         each = bpsx.local_size()
         machines = [[of for of in ranks if of // each == m] for m in range(size // each)]
-        sums = [add_up([share(name, n, round_, of) for of in m]) for m in machines if m]
-        exact = np.sum([share(name, n, round_, of) for of in ranks], axis=0, dtype=np.float64)
+        shares = {of: share(name, n, round_, of) for of in ranks}
+        sums = [add_up([shares[of] for of in m]) for m in machines if m]
+        exact = np.sum(list(shares.values()), axis=0, dtype=np.float64)
         bits = add_up(sums)
         if not np.allclose(got, exact, rtol=1e-5, atol=1e-5):
             wrong.append(f"{name} of round {round_}: {got[:3]}, not {exact[:3]}")
@@ -97,7 +104,7 @@ OPERATIONS = {
     """,
     "broadcast": """
         def send(round_):
-            state = [share("state", n, round_, rank) for n in (0, 5, 3_000, 500_000)]
+            state = [share("state", n, round_, rank) for n in (0, 5, 3_000, 200_000)]
             for i, a in enumerate(state):
                 a = bpsx.broadcast(a, root_rank=1, name=f"state{i}")
                 if not np.array_equal(a, share("state", len(a), round_, 1)):
@@ -142,7 +149,7 @@ _COURSE = """
     report("ended")
     hear()
     exchange(STANDARD)
-    exchange({"late": 1_000, "late too": 400_000})
+    exchange({"late": 1_000, "late too": 200_000})
     exchange(STANDARD)
     bpsx.barrier()
     report(wrong)
@@ -158,6 +165,9 @@ def source(operation: str) -> str:
 
 class Striking(Job):
     """A job whose workers run :func:`source`."""
+
+    def __init__(self, source: str, *given: Any, env: dict[str, str] | None = None, **more: Any):
+        super().__init__(source, *given, env={**CUT, **(env or {})}, **more)
 
     def begin(self, *running: int) -> None:
         """Let all workers begin the operation while all servers but ``running`` are stopped."""

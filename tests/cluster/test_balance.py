@@ -10,7 +10,7 @@ import signal
 import pytest
 from deaths import OPERATIONS, Struck
 
-from cluster.test_server_deaths import SIZES
+from cluster.test_server_deaths import CUT, SIZES
 from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
 from cluster.test_server_deaths_compressed import STEPS, Trained, environment
 from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
@@ -53,9 +53,10 @@ def joined(job: Job, count: int = 1) -> None:
 
 def gated(steps: int, transport: str, servers: int, workers: int = 2, **env: str) -> Job:
     """A training whose workers wait before step 10; see :func:`pass_gate`."""
-    own = {"BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers", "BYTEPS_LOG_LEVEL": "info", **env}
+    own = {"BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers", "BYTEPS_LOG_LEVEL": "info"}
     source = _GATED.format(sizes=SIZES, steps=steps)
-    return Job(source, workers=workers, servers=servers, env={**TRANSPORTS[transport], **own})
+    env = {**TRANSPORTS[transport], **CUT, **own, **env}
+    return Job(source, workers=workers, servers=servers, env=env)
 
 
 def await_gate(job: Job) -> None:
@@ -71,7 +72,7 @@ def pass_gate(job: Job) -> None:
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_a_third_server_gets_a_third_of_the_bytes(transport):
     """It joins after 10 of 40 steps, so it sums 30 thirds, and the others 10 halves more."""
-    with gated(40, transport, servers=2, BYTEPS_PARTITION_BYTES="131072") as job:
+    with gated(40, transport, servers=2, BYTEPS_PARTITION_BYTES="32768") as job:
         await_gate(job)
         job.start_server(2)
         joined(job)
@@ -88,7 +89,7 @@ def test_a_third_server_gets_a_third_of_the_bytes(transport):
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_two_servers_that_join_at_once_get_a_quarter_each(transport):
     """Keys move once or twice, as the second may come when they already move to the first."""
-    with gated(40, transport, servers=2, workers=3, BYTEPS_PARTITION_BYTES="131072") as job:
+    with gated(40, transport, servers=2, workers=3, BYTEPS_PARTITION_BYTES="32768") as job:
         await_gate(job)
         job.start_server(2)
         job.start_server(3)
@@ -241,7 +242,8 @@ def test_the_scheduler_dies_while_keys_move(transport, operation):
             worker.wait_for_line("is back, after")
         job.await_line("ended")
         kill(job, 0)
-        job.await_line("goes on with term 2")
+        # Term 2, or 3 if the other scheduler has found the bytes uneven and moved keys again.
+        job.await_line("the job goes on with term")
         job.go_on()
         for process in (*job.workers, *job.servers[1:], job.scheduler):
             assert process.wait() == 0, job.everything()

@@ -139,7 +139,7 @@ def test_a_worker_and_a_server_leave_at_once() -> None:
 
 @with_rdma
 def test_survivors_go_on_when_a_worker_is_killed_and_then_a_server() -> None:
-    with Shrinking(3, steps=30, env=CUT, sizes=SIZES, servers=2) as job:
+    with Shrinking(3, steps=18, env=CUT, sizes=SIZES, servers=2) as job:
         assert job.scheduler is not None
         job.await_step(0, 4)
         job.workers[1].signal(signal.SIGKILL)

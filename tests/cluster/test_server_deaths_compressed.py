@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from support.jobs import TRANSPORTS, Job
+from support.jobs import TRANSPORTS, Gates, Job
 
 #: Two partitions each, of which the second is smaller and odd: compressed ones have twice as much.
-ELEMENTS, PARTITION, STEPS = 90_001, 98_304, 24
+ELEMENTS, PARTITION, STEPS = 30_001, 32_768, 24
 _EF = {
     "onebit": ("", "vanilla", "corrected"),
     "topk": ("", "vanilla", "corrected"),
@@ -127,13 +127,17 @@ def undisturbed(compressor: str, workers: int, processes: int = 1) -> list[dict[
     return trained.hashes
 
 
-def disturb(job: Job, rng: random.Random) -> None:
-    """Kill a server before the state is restored, and another one afterwards."""
+def disturb(job: Job, rng: random.Random, gates: Gates) -> None:
+    """Kill a server before the state is restored, and another one afterwards.
+
+    The gate before the last step is opened then.
+    """
     moments = rng.randrange(1, STEPS // 2), rng.randrange(STEPS // 2 + 1, STEPS - 1)
     for server, step in zip(rng.sample(job.servers, 2), moments):
         job.workers[rng.randrange(len(job.workers))].wait_for_line(str(step))
         server.signal(signal.SIGKILL)
         server.wait()
+    gates.open(STEPS - 1)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +153,15 @@ def disturb(job: Job, rng: random.Random) -> None:
         ("dithering", 3, 1, "zmq"),
     ],
 )
-def test_bits_are_those_of_an_undisturbed_job(compressor, workers, processes, transport):
+def test_bits_are_those_of_an_undisturbed_job(tmp_path, compressor, workers, processes, transport):
     """Two of three servers are killed, the second one after a restored checkpoint."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    env = environment(compressor, transport)
+    gates = Gates(tmp_path)
+    gates.close(STEPS - 1)
+    env = {**environment(compressor, transport), **gates.env}
     with Job(_TRAINING, workers=workers, servers=3, env=env, processes=processes) as job:
-        disturb(job, random.Random(seed))
+        disturb(job, random.Random(seed), gates)
         trained = Trained(job)
     assert "term 2" in trained.scheduler
     for got, right in zip(trained.hashes, undisturbed(compressor, workers, processes)):

@@ -48,16 +48,19 @@ def test_a_server_leaves_in_the_middle_of_an_operation(transport, operation):
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_servers_leave_a_training_one_after_the_other(transport):
+def test_servers_leave_a_training_one_after_the_other(tmp_path, transport):
     """Two of three leave at random moments, in a job of three workers."""
     steps, seed = 90, random.randrange(2**32)
     print(f"seed {seed}")
-    rng = random.Random(seed)
-    with training(steps, transport, workers=3, servers=3, BPSX_ELASTIC_WAIT="0") as job:
+    rng, gates = random.Random(seed), Gates(tmp_path)
+    gates.close(steps - 1)
+    env = {**gates.env, "BPSX_ELASTIC_WAIT": "0"}
+    with training(steps, transport, workers=3, servers=3, **env) as job:
         for server, step in zip(rng.sample(job.servers, 2), (5, 40)):
             job.workers[rng.randrange(3)].wait_for_line(str(step))
             ask_to_leave(server)
             assert left_well(server), server.text()
+        gates.open(steps - 1)
         check(job, steps)
         assert "term 2: 3 workers have moved" in job.scheduler.text()
 
@@ -65,27 +68,33 @@ def test_servers_leave_a_training_one_after_the_other(transport):
 @pytest.mark.parametrize(
     ("transport", "compressor"), [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering")]
 )
-def test_compressed_keys_of_a_server_that_leaves(transport, compressor):
-    env = environment(compressor, transport)
+def test_compressed_keys_of_a_server_that_leaves(tmp_path, transport, compressor):
+    gates = Gates(tmp_path)
+    gates.close(STEPS - 1)
+    env = {**environment(compressor, transport), **gates.env}
     with Job(COMPRESSED, workers=2, servers=3, env=env) as job:
         for server, step in zip(job.servers, (STEPS // 3, 2 * STEPS // 3)):
             job.workers[0].wait_for_line(str(step))
             ask_to_leave(server)
             assert left_well(server), server.text()
+        gates.open(STEPS - 1)
         trained = Trained(job)
     assert "term 2" in trained.scheduler
     assert trained.hashes == undisturbed_compressed(compressor, 2)
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_the_last_server_leaves_when_another_has_come(transport):
-    with training(40, transport) as job:
+def test_the_last_server_leaves_when_another_has_come(tmp_path, transport):
+    gates = Gates(tmp_path)
+    gates.close(39)
+    with training(40, transport, **gates.env) as job:
         job.workers[0].wait_for_line("5")
         ask_to_leave(job.servers[0])
         job.servers[0].wait_for_line("has to stay until the job ends")
         assert "no other server can take its keys over" in job.servers[0].text()
         job.start_server(1)
         assert left_well(job.servers[0]), job.servers[0].text()
+        gates.open(39)
         check(job, 40)
         assert job.servers[1].wait() == 0
 
@@ -117,13 +126,16 @@ def test_all_servers_are_asked_to_leave_at_once(transport):
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_a_server_is_killed_after_sigterm(transport):
+def test_a_server_is_killed_after_sigterm(tmp_path, transport):
     """It may have left already, or not, or be about to."""
+    gates = Gates(tmp_path)
+    gates.close(19)
     for _ in range(3):
-        with training(20, transport, servers=2, BPSX_ELASTIC_WAIT="0") as job:
+        with training(20, transport, servers=2, BPSX_ELASTIC_WAIT="0", **gates.env) as job:
             job.workers[0].wait_for_line("5")
             ask_to_leave(job.servers[0])
             kill(job, 0)
+            gates.open(19)
             check(job, 20)
             assert "term 1" in job.scheduler.text()
 
@@ -181,11 +193,15 @@ def test_a_server_of_a_job_that_is_not_elastic_stays_as_before():
         job.end_well()
 
 
-def test_a_departure_is_quick():
+def test_a_departure_is_quick(tmp_path):
     """The weights are right, and no step waits for a time-out of some sort."""
-    with training(60, "tcp", servers=2, PS_HEARTBEAT_TIMEOUT="1000") as job:
+    gates = Gates(tmp_path)
+    gates.close(59)
+    with training(60, "tcp", servers=2, PS_HEARTBEAT_TIMEOUT="1000", **gates.env) as job:
         job.workers[0].wait_for_line("20")
         ask_to_leave(job.servers[1])
+        job.scheduler.wait_for_line("workers have moved")
+        gates.open(59)
         check(job, 60)
     (line,) = [line for line in job.scheduler.errors if "workers have moved" in line]
     assert float(line.split("bytes again, ")[1].split(" s ")[0]) < 1.0, line
@@ -193,15 +209,21 @@ def test_a_departure_is_quick():
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_the_launcher_hears_of_a_server_that_is_gone_unless_it_has_left(leaves: bool):
+def test_the_launcher_hears_of_a_server_that_is_gone_unless_it_has_left(
+    tmp_path: Path, leaves: bool
+):
     """It ends one that is gone. Standard output stands for the launcher."""
-    with training(60, "tcp", servers=2, BPSX_STATE_FD="1") as job:
+    gates = Gates(tmp_path)
+    gates.close(59)
+    with training(60, "tcp", servers=2, BPSX_STATE_FD="1", **gates.env) as job:
         job.workers[0].wait_for_line("20")
         pid = job.servers[1].popen.pid
         if leaves:
             ask_to_leave(job.servers[1])
         else:
             job.servers[1].signal(signal.SIGKILL)
+        job.scheduler.wait_for_line("workers have moved")
+        gates.open(59)
         for worker in job.workers:
             assert worker.wait() == 0, job.everything()
         assert job.scheduler.wait() == 0, job.everything()
@@ -222,7 +244,8 @@ def test_the_launcher_lets_a_server_leave(tmp_path: Path):
         run.wait_for_line("other servers take the keys over")
         gates.open(20)
         assert run.wait() == 0, run.text()
-        assert sum(undisturbed(2, steps) in line for line in run.lines) == 2, run.text()
+        want = undisturbed(2, steps)
+        assert sum(want in line for line in run.lines) == 2, run.text()
         assert "started again" not in run.text() and "went on without" not in run.text()
     finally:
         run.end()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.test_server_deaths import _TRAINING, SIZES, undisturbed
+from cluster.test_server_deaths import _TRAINING, CUT, SIZES, undisturbed
 from support.jobs import _PRELUDE, TRANSPORTS, Gates, Job, Process
 
 
@@ -27,6 +27,7 @@ def training(steps: int, transport: str, workers: int = 2, servers: int = 1, **e
         servers=servers,
         env={
             **TRANSPORTS[transport],
+            **CUT,
             "BPSX_FIXED_ORDER": "1",
             "BPSX_ELASTIC": "servers",
             "BPSX_ELASTIC_WAIT": "60",
@@ -61,12 +62,15 @@ def check(job: Job, steps: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_a_new_server_feeds_a_job_that_has_lost_its_only_one(transport):
-    with training(20, transport) as job:
+def test_a_new_server_feeds_a_job_that_has_lost_its_only_one(tmp_path, transport):
+    gates = Gates(tmp_path)
+    gates.close(19)
+    with training(20, transport, **gates.env) as job:
         job.workers[0].wait_for_line("5")
         kill(job, 0)
         job.scheduler.wait_for_line("the last server, and the job waits")
         job.start_server(1)
+        gates.open(19)
         check(job, 20)
         assert job.servers[1].wait() == 0, job.servers[1].text()
         assert "server 1" in job.scheduler.text() and "term 1" in job.scheduler.text()
@@ -121,6 +125,7 @@ def launched(
         **{k: v for k, v in os.environ.items() if k == "BPSX_CACHE_DIR"},
         "BYTEPS_ENABLE_IPC": "0",
         **TRANSPORTS[transport],
+        **CUT,
         "BPSX_FIXED_ORDER": "1",
         "BYTEPS_LOG_LEVEL": "info",
         **variables,
@@ -201,9 +206,11 @@ def test_a_new_server_may_have_the_address_of_the_old_one(tmp_path, transport):
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
-def test_servers_that_die_while_workers_connect_to_them(transport):
+def test_servers_that_die_while_workers_connect_to_them(tmp_path, transport):
     """Each is killed as soon as the scheduler knows it; the job waits on."""
-    with training(20, transport) as job:
+    gates = Gates(tmp_path)
+    gates.close(19)
+    with training(20, transport, **gates.env) as job:
         job.workers[0].wait_for_line("5")
         kill(job, 0)
         for i in range(1, 6):
@@ -211,6 +218,7 @@ def test_servers_that_die_while_workers_connect_to_them(transport):
             job.scheduler.wait_for_line("joins the running job", count=i)
             kill(job, i)
         job.start_server(6)
+        gates.open(19)
         check(job, 20)
 
 

@@ -21,17 +21,20 @@ TRAINING = """
     bpsx.init()
     number = bpsx.rank()
 
-    def share(of, step, i):
-        return np.arange(SIZES[i], dtype=np.float32) % 7 + np.float32(7 ** of * (step + i + 1))
+    some = [slice(None, None, 1 + n // 5_000) for n in SIZES]
+    base = [np.arange(n, dtype=np.float32) % 7 for n in SIZES]
+
+    def share(of, step, i, part=slice(None)):
+        return base[i][part] + np.float32(7 ** of * (step + i + 1))
 
     def counted(got, step, i, average):
         # The sets of workers whose exact sum or average this is: with all, or without some.
-        found, some = [], slice(None, None, 1 + SIZES[i] // 5_000)
-        parts = [share(of, step, i)[some] for of in range(WORKERS)]
+        found = []
+        parts = [share(of, step, i, some[i]) for of in range(WORKERS)]
         for mask in range(1, 2**WORKERS):
             ranks = [of for of in range(WORKERS) if mask >> of & 1]
             exact = np.sum([parts[of] for of in ranks], axis=0, dtype=np.float64)
-            if np.allclose(got[some], exact / (len(ranks) if average else 1), rtol=1e-5):
+            if np.allclose(got[some[i]], exact / (len(ranks) if average else 1), rtol=1e-5):
                 found.append(ranks)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -43,9 +44,47 @@ def made(folder: Path) -> Path:
     return folder / "hides.so"
 
 
+#: Imports a package, and forks a process for each script. dlsym() looks at HIDDEN when called.
+_FORKS = """
+import json, os, sys
+{imports}
+for hidden, script in json.loads({scripts!r}):
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        os.environ["HIDDEN"] = hidden
+        exec(script, {{"__name__": "__main__"}})
+        break
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(f"{{hidden}}: the script has failed")
+    print("end of script")
+"""
+
+
 def run(library: Path, hidden: str, script: str, **environment: str) -> list[str]:
     """Run the script with the ``hidden`` function missing; return the lines that it prints."""
     env = {**os.environ, **environment, "LD_PRELOAD": str(library), "HIDDEN": hidden}
+    return _lines(script, env)
+
+
+def run_all(
+    library: Path, imports: str, scripts: list[tuple[str, str]], **environment: str
+) -> list[list[str]]:
+    """Do the same for several pairs of a function and a script; return the lines of each.
+
+    All are forks of one process, which ``imports`` something before. The end of a script is not the
+    end of Python.
+    """
+    env = {**os.environ, **environment, "LD_PRELOAD": str(library), "HIDDEN": ""}
+    source = _FORKS.format(imports=imports, scripts=json.dumps(scripts))
+    lines, found = _lines(source, env), []
+    while lines:
+        end = lines.index("end of script")
+        found.append(lines[:end])
+        del lines[: end + 1]
+    return found
+
+
+def _lines(script: str, env: dict[str, str]) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=env,

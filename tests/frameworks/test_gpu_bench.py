@@ -7,34 +7,18 @@ These tests judge no figures.
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from support import benches
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def cases_of(*words: str) -> dict[str, dict]:
-    line = [
-        sys.executable,
-        "-m",
-        "bench",
-        "gpu",
-        "--device",
-        "cpu",
-        "--quick",
-        "--networks",
-        "tiny",
-        "--json",
-        *words,
-    ]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {c["case"]: c for c in json.loads(done.stdout)["cases"]}
+    return benches.cases("gpu", "--device", "cpu", "--quick", "--networks", "tiny", *words)
 
 
 def test_one_machine_and_two_imitated_ones() -> None:

@@ -4,15 +4,11 @@ effect.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 from frameworks import hiding
+from support.running import alone
 from support.tensorflow_job import QUIET
 
 _IMPORTS = """
@@ -50,13 +46,12 @@ except AttributeError as e:
 """
 
 _HEADERS = """
-import sys
 from pathlib import Path
 import tensorflow as tf
 from bpsx.tensorflow import op_library
 
-tf.sysconfig.get_include = lambda: sys.argv[1]
-header = Path(sys.argv[1], "tensorflow", "core", "framework", "op_kernel.h")
+tf.sysconfig.get_include = lambda: {place!r}
+header = Path({place!r}, "tensorflow", "core", "framework", "op_kernel.h")
 for text in (
     None,
     "  typedef std::function<void()> DoneCallback;",
@@ -74,26 +69,25 @@ for text in (
 """
 
 
-@pytest.fixture(scope="module")
-def hides(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hiding.made(tmp_path_factory.mktemp("hides"))
-
-
-@pytest.mark.parametrize(
-    "function",
-    ["TF_NewOpDefinitionBuilder", "TF_ForwardInputOrAllocateOutput", "TF_DeleteStatus", "nothing"],
-)
-def test_a_function_that_is_missing_is_named(hides: Path, function: str) -> None:
-    *told, last = hiding.run(hides, function, _IMPORTS, **QUIET)
-    text = (
-        f"refused: bpsx.tensorflow: the loaded TensorFlow does not have {function}, which bpsx"
-        " needs"
-    )
-    assert last == "goes on: 3.0" and told == ([] if function == "nothing" else [text])
-
-
-def test_without_xlas_foreign_functions_all_but_compiled_code_works(hides: Path) -> None:
-    assert hiding.run(hides, "_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES, **QUIET) == [
+def test_functions_that_are_missing_are_named(tmp_path: Path) -> None:
+    """Without XLA's foreign functions all but compiled code works."""
+    functions = [
+        "TF_NewOpDefinitionBuilder",
+        "TF_ForwardInputOrAllocateOutput",
+        "TF_DeleteStatus",
+        "nothing",
+    ]
+    scripts = [(function, _IMPORTS) for function in functions]
+    scripts.append(("_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES))
+    library = hiding.made(tmp_path)
+    *imported, compiled = hiding.run_all(library, "import tensorflow", scripts, **QUIET)
+    for function, (*told, last) in zip(functions, imported, strict=True):
+        text = (
+            f"refused: bpsx.tensorflow: the loaded TensorFlow does not have {function}, which bpsx"
+            " needs"
+        )
+        assert last == "goes on: 3.0" and told == ([] if function == "nothing" else [text])
+    assert compiled == [
         "3.0",
         (
             f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx;"
@@ -103,31 +97,17 @@ def test_without_xlas_foreign_functions_all_but_compiled_code_works(hides: Path)
 
 
 def test_other_callbacks_are_noticed_in_the_header(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _HEADERS, str(tmp_path)],
-        env={**os.environ, **QUIET},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    none, function, alias, other = done.stdout.splitlines()
+    status, text, errors = alone(["-c", _HEADERS.format(place=str(tmp_path))], **QUIET)
+    assert status == 0, errors
+    none, function, alias, other = text.splitlines()
     assert (none, function, alias) == ("accepted", "accepted", "accepted")
     assert "DoneCallback that is a std::function" in other
 
 
 def test_its_subpackages_need_no_separate_import() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PACKAGES],
-        env={**os.environ, **QUIET},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout.splitlines() == [
+    status, text, errors = alone(["-c", _PACKAGES], **QUIET)
+    assert status == 0 and text.splitlines() == [
         "MirroredStrategy",
         "MetricAverageCallback",
         "no attribute 'kerass'",
-    ], done.stderr
+    ], errors

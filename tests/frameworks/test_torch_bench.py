@@ -3,46 +3,33 @@
 from __future__ import annotations
 
 import importlib
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support import benches
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_step_runs_and_reports(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "bench",
-        "torch",
-        "--quick",
-        "--only",
-        "step",
-        "--models",
-        "mlp",
-        "--json",
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cases = {c["case"]: c for c in json.loads(done.stdout)["cases"]}
+def test_step_runs_and_reports() -> None:
+    cases = benches.cases("torch", "--quick", "--only", "step", "--models", "tiny")
     steps = [
-        f"step-mlp-{transport}{way}"
+        f"step-tiny-{transport}{way}"
         for transport in ("tcp", "machine")
         for way in ("", "-barrier", "-ddp")
     ]
-    assert list(cases) == ["alone-mlp", *steps]
+    assert list(cases) == ["alone-tiny", *steps]
     assert all(
         c["unit"] == "ms"
         and c["value"] > 0
-        and c["peer"] == cases["alone-mlp"]["peer"]
+        and c["peer"] == cases["alone-tiny"]["peer"]
         and c["samples"]
         for c in cases.values()
     )
-    assert {n for n, c in cases.items() if c["target"]} == {"step-mlp-tcp", "step-mlp-machine"}
+    assert {n for n, c in cases.items() if c["target"]} == {"step-tiny-tcp", "step-tiny-machine"}
 
 
 def test_unknown_cases_and_models_are_named() -> None:
@@ -65,7 +52,8 @@ def test_a_few_steps_of_training_on_a_slow_link(monkeypatch: pytest.MonkeyPatch)
     )
     if reason := network.why_not():
         pytest.skip(reason)
-    runs = bench._trained("200mbit", ["alone", "float32", "bfloat16", "topk"], 1, 3)
+    with benches.forks():
+        runs = bench._trained("200mbit", ["alone", "float32", "bfloat16", "topk"], 1, 3)
     plain, half, topk = runs["float32"], runs["bfloat16"], runs["topk"]
     assert all(
         len(run.steps) == 3 and len(run.scores) == len(run.seconds) == 1 for run in runs.values()

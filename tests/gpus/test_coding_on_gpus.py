@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpus.machines import gpu_run
+from gpus.machines import gpu_job
+from support.jobs import DEADLINE
 
 WORKER = """
     from bpsx.kernels.cuda import device
@@ -57,6 +58,7 @@ WORKER = """
 """
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("shape", "cases", "elastic"),
     [((2, 1, 1), 4, "off"), ((2, 1, 1), 4, "shrink"), ((2, 2, 1), 1, "off")],
@@ -79,9 +81,8 @@ def test_the_same_as_on_the_host(
             i: {"CODES": int(where == "gpu" and i % processes == processes - 1)}
             for i in range(machines * processes)
         }
-        found[where] = gpu_run(
-            WORKER, pretend, *shape, env={**more, "WHERE": where}, worker_env=own
-        )
+        with gpu_job(WORKER, pretend, *shape, env={**more, "WHERE": where}, worker_env=own) as job:
+            found[where] = job.results(2 * DEADLINE)  # the simulator is slow
     for gpu, host in zip(found["gpu"], found["host"], strict=True):
         for (*case, values), (*same, wanted) in zip(gpu, host, strict=True):
             assert case == same

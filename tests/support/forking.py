@@ -67,7 +67,9 @@ _SUMS = (*_PLAIN, "numba", "bpsx.server.__main__")
 #: do in life.
 _FIRST = {"PYTHONHASHSEED": "1"}
 _NAMED = re.compile(r"(?m)^\s*(?:import|from)\b.*?\b(torch|tensorflow|keras|mxnet)(?:_job)?\b")
-_ROOM = 1 << 20
+#: How the source of a worker reads that compresses.
+_COMPRESSES = re.compile("compression=|declare.*compress")
+_ROOM, _ROOT = 1 << 20, Path(__file__).parents[2]
 _SECONDS = 150.0 * float(os.environ.get("BPSX_TEST_PATIENCE", "1"))
 
 
@@ -128,7 +130,9 @@ def nursery_for(command: list[str], environment: dict[str, str]) -> Kind | None:
     variables = _chosen(_PATHS, environment)
     if "tensorflow" in packages:
         variables |= _chosen(_TENSORFLOWS, environment)
-    if packages == _PLAIN and command[1] == "-c" and environment.get("DMLC_WORKER_ID") == "0":
+    alone = environment.get("BYTEPS_LOCAL_SIZE", "1") == "1"
+    first = alone and environment.get("DMLC_WORKER_ID") == "0"
+    if packages in (_PLAIN, _SUMS) and command[1] == "-c" and first:
         variables |= _FIRST
     return Kind(packages, frozenset(variables.items()))
 
@@ -142,13 +146,17 @@ def _packages_for(command: list[str], environment: dict[str, str]) -> tuple[str,
     own_kernels = environment.get("BPSX_CACHE_DIR") != os.environ.get("BPSX_CACHE_DIR")
     sums = ("numba",) if own_kernels else _SUMS
     if command[1] == "-m":
-        return {"bpsx.scheduler": _PLAIN, "bpsx.server": sums}.get(command[2])
-    text = command[2] if command[1] == "-c" else Path(command[1]).read_text()
+        if not command[2].startswith("bench."):
+            return {"bpsx.scheduler": _PLAIN, "bpsx.server": sums}.get(command[2])
+        text = _ROOT.joinpath(*command[2].split(".")).with_suffix(".py").read_text()
+    else:
+        text = command[2] if command[1] == "-c" else Path(command[1]).read_text()
     frameworks = {"tensorflow" if n == "keras" else n for n in _NAMED.findall(text)}
     if frameworks:
         return _FRAMEWORKS[frameworks.pop()] if len(frameworks) == 1 else None
-    # a machine's processes sum, as servers do
-    return _PLAIN if environment.get("BYTEPS_LOCAL_SIZE", "1") == "1" else sums
+    # a machine's processes sum, as servers do; compressors are compiled by the same packages
+    plain = environment.get("BYTEPS_LOCAL_SIZE", "1") == "1" and not _COMPRESSES.search(text)
+    return _PLAIN if plain else sums
 
 
 class _Nursery:

@@ -85,6 +85,7 @@ def environment(folder: Path, **more: object) -> dict[str, str]:
         ("LD_LIBRARY_PATH", [folder]),
         ("PYTHONPATH", [HERE / "site", HERE.parents[1]]),
     ):
-        env[name] = os.pathsep.join([*map(str, first), *filter(None, [env.get(name)])])
+        paths = [*map(str, first), *filter(None, env.get(name, "").split(os.pathsep))]
+        env[name] = os.pathsep.join(dict.fromkeys(paths))
     env["PRETEND_NCCL"] = str(folder / "libnccl.so.2")
     return env | {name: str(value) for name, value in more.items()}
