@@ -26,7 +26,9 @@ from support.forking import Fork, nursery_for
 
 #: Seconds that a job may take, and in which all processes are promised to hear of a death. Tests on
 #: an emulated processor set a multiple.
-DEADLINE, PROMISED = (s * float(os.environ.get("BPSX_TEST_PATIENCE", "1")) for s in (90.0, 5.0))
+DEADLINE, PROMISED, _GATHERING = (
+    s * float(os.environ.get("BPSX_TEST_PATIENCE", "1")) for s in (90.0, 5.0, 150.0)
+)
 
 #: Transport -> its environment variables.
 TRANSPORTS = {
@@ -270,7 +272,7 @@ class Job:
             "DMLC_NUM_WORKER": str(workers // processes),
             "DMLC_NUM_SERVER": str(servers),
             # The first worker of a kind waits until what it is forked from has imported all.
-            "BPSX_RENDEZVOUS_TIMEOUT": "150",
+            "BPSX_RENDEZVOUS_TIMEOUT": f"{_GATHERING:g}",
             "BYTEPS_SOCKET_PATH": self._folder.name,
             # Most tests are about the network; tests of shared memory set this themselves.
             "OMP_NUM_THREADS": "1",
