@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from bpsx._core import Core
+from bpsx.compression.factors import factor_bytes, make_matrix
+from bpsx.compression.spec import compression
 from bpsx.core._handle import Handle, Request
 from bpsx.core._tensor import Tensor
+from bpsx.kernels.low_rank import Steps
 from bpsx.planning.stages import stages_for
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from support import wire as w
@@ -69,6 +72,22 @@ class Rig:
             parts.append((self._key, lane, self._key, at, length))
             at += length
         return Tensor(name, 3, parts, stages_for("cpu"))
+
+    def matrix(
+        self, name: str, rows: int, columns: int, rank: int = 2, steps: Steps | None = None
+    ) -> Tensor:
+        """Return a float32 tensor that is exchanged as factors: P in two partitions, Q in one."""
+        used = compression({"compressor": "powersgd", "rank": rank, "ef": "vanilla"})
+        p, q = factor_bytes(used, 3, (rows, columns))
+        lengths = [p // 2 // 4 * 4, p - p // 2 // 4 * 4, q]
+        made = make_matrix(used, name, 3, (rows, columns), lengths)
+        self.core.open_pool(2)
+        parts = []
+        for length, offset in zip(lengths, (0, lengths[0], made.q_offset), strict=True):
+            self._key += 1
+            parts.append((self._key, 0, self._key, offset, length))
+        made = made if steps is None else made._replace(steps=steps)
+        return Tensor(name, 3, parts, stages_for("cpu"), matrix=made)
 
     def take(self, lane: int = 0, timeout: float = 60) -> list[w.Record]:
         """Return the records of the next message that a lane receives."""

@@ -19,11 +19,13 @@ MACHINES = {
     "task": (SOURCE / "core" / "transitions.pxd", "after_task_state", 0),
     "partition": (SOURCE / "core" / "transitions.pxd", "after_stage", 1),
     "round": (SOURCE / "server" / "store.pxd", "after_round_state", 2),
+    "matrix": (SOURCE / "core" / "transitions.pxd", "after_matrix_state", 3),
 }
 _ENUMS = {
     "task": (SOURCE / "core" / "partition.pxd", "TaskState"),
     "partition": (SOURCE / "core" / "partition.pxd", "Stage"),
     "round": (SOURCE / "server" / "store.pxd", "RoundState"),
+    "matrix": (SOURCE / "core" / "partition.pxd", "MatrixState"),
 }
 
 Transitions = set[tuple[str, str]]
@@ -55,7 +57,7 @@ class Counted:
     def seen(self, machine: str, listed: bool = True) -> Transitions:
         """Return the transitions that have occurred, of those that are ``listed`` or not."""
         symbol = "bpsx_transitions" if listed else "bpsx_unlisted"
-        counts = (ctypes.c_int64 * 16 * 16 * 3).in_dll(self._symbols, symbol)
+        counts = (ctypes.c_int64 * 16 * 16 * 4).in_dll(self._symbols, symbol)
         names, number = states(machine), MACHINES[machine][2]
         return {(names[a], names[b]) for a in range(16) for b in range(16) if counts[number][a][b]}
 

@@ -17,6 +17,7 @@ TABLES = {
     "task": ("states.md", "A task (`Task.state`):"),
     "partition": ("states.md", "A partition (`Partition.stage`)"),
     "round": ("states-of-servers.md", "## 1. A round of a key"),
+    "matrix": ("powersgd.md", "A matrix (`Matrix.state`"),
 }
 
 

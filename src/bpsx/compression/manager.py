@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bpsx._core import Core
+from bpsx.compression.factors import factor_bytes, is_factored, make_matrix, saves_bytes, wide_code
 from bpsx.compression.gpu_kernels import GpuKernels
 from bpsx.compression.spec import (
     FLOATS,
@@ -18,6 +19,7 @@ from bpsx.compression.spec import (
     CompressionSpec,
     Made,
     MomentumSpec,
+    check_dtype,
     check_fits,
     effective,
     make,
@@ -30,7 +32,8 @@ from bpsx.core._handle import Handle
 from bpsx.core._tensor import Tensor
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.kernels.codecs import codec
+from bpsx.kernels.codecs import compressor
+from bpsx.kernels.low_rank import load_steps
 from bpsx.local.group import Neighbourhood
 from bpsx.planning.partitioner import most_bytes
 from bpsx.planning.stages import MachineRole, stages_for
@@ -121,7 +124,7 @@ class Compressing:
         if (
             not compression.ef
             or compression in self._of.values()
-            or codec(compression.compressor).shrinks(dict(compression.options))
+            or compressor(compression.compressor).shrinks(dict(compression.options))
         ):
             return
         log.warning(
@@ -138,17 +141,26 @@ class Compressing:
         """Whether any compression has been declared."""
         return bool(self._of)
 
-    def of(self, name: str, dtype: int, nbytes: int) -> CompressionSpec | None:
+    def of(
+        self, name: str, dtype: int, nbytes: int, shape: tuple[int, ...]
+    ) -> CompressionSpec | None:
         """Return the compression of a tensor, or None if it is sent as it is.
 
         The result is the same object until the name is declared anew.
         """
         given = self._of.get(name)
-        return (
-            None
-            if given is None
-            else effective(given, BY_CODE[dtype].name, nbytes, self._config.min_compress_bytes)
-        )
+        if given is None:
+            return None
+        pays = not is_factored(given) or saves_bytes(given, dtype, shape)
+        least = self._config.min_compress_bytes
+        return effective(given, BY_CODE[dtype].name, nbytes, least, pays)
+
+    def pieces(self, used: CompressionSpec | None, dtype: int, shape: tuple[int, ...]) -> list[int]:
+        """Return the bytes of the factors that servers sum in place of a tensor; else no numbers.
+
+        Without servers, the tensor itself is summed.
+        """
+        return factor_bytes(used, dtype, shape) if self._near.has_servers else []
 
     def with_momentum(
         self,
@@ -170,7 +182,10 @@ class Compressing:
         given = self._of.get(name)
         kind = BY_CODE[dtype]
         later = (
-            self._config.distributed and self._near.place is MachineRole.DIRECT and used is given
+            self._config.distributed
+            and self._near.place is MachineRole.DIRECT
+            and used is given
+            and not is_factored(used)
         )
         if given is None or not given.momentum or later or kind.name not in FLOATS:
             return source, owner, on
@@ -194,6 +209,11 @@ class Compressing:
         Compiles here, in the caller's thread, to spare the thread that listens to the scheduler.
         Raises :class:`~bpsx.errors.ConfigError` if the tensor cannot be compressed.
         """
+        if is_factored(used):
+            check_dtype(used, BY_CODE[dtype].name, repr(name))
+            if self._config.distributed and self._near.has_servers:
+                load_steps(BY_CODE[dtype].name)
+            return
         check_fits(
             used,
             BY_CODE[dtype].name,
@@ -211,13 +231,17 @@ class Compressing:
         parts: list[tuple[int, int, int, int, int]],
         generation: int,
         used: CompressionSpec | None,
+        shape: tuple[int, ...],
         gpu: Gpu | None = None,
     ) -> Tensor:
         """Return the core's tensor for a declared name.
 
-        It is compressed only if this process speaks to servers. ``gpu``: the tensor's GPU at its
-        first push; None: host memory.
+        It is compressed only if this process speaks to servers. But factors are made by each
+        process, and summed as any tensors. ``gpu``: the tensor's GPU at its first push; None: host
+        memory.
         """
+        if used is not None and is_factored(used) and self._near.has_servers:
+            return self._factored(name, dtype, parts, generation, used, shape)
         given = used if self._near.has_lanes else None
         stages, on_gpu = (
             stages_for(device, given is not None, self._near.place) for device in ("cpu", "gpu")
@@ -248,6 +272,37 @@ class Compressing:
             "nbytes": sum(lengths),
             "codec": given.text(),
             "lengths": lengths,
+        }
+        self._put(tensor)
+        return tensor
+
+    def _factored(
+        self,
+        name: str,
+        dtype: int,
+        parts: list[tuple[int, int, int, int, int]],
+        generation: int,
+        used: CompressionSpec,
+        shape: tuple[int, ...],
+    ) -> Tensor:
+        """Return the core's tensor for a name whose factors have the places ``parts``."""
+        self._core.open_pool(self._config.compress_threads)
+        made = make_matrix(used, name, dtype, shape, [length for *_, length in parts])
+        p_bytes, _ = factor_bytes(used, dtype, shape)
+        aside = made.q_offset - p_bytes  # Q begins with a page
+        placed = [
+            (key, lane, slot, offset + (aside if i >= made.n_first else 0), length)
+            for i, (key, lane, slot, offset, length) in enumerate(parts)
+        ]
+        stages = stages_for("cpu", False, self._near.place)
+        tensor = Tensor(
+            name, wide_code(dtype), placed, stages, generation, used.text(), matrix=made
+        )
+        self._meanings[tensor] = {
+            "dtype": BY_CODE[dtype].name,
+            "nbytes": made.nbytes,
+            "codec": used.text(),
+            "shape": [made.rows, made.columns],
         }
         self._put(tensor)
         return tensor

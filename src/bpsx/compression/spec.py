@@ -23,11 +23,12 @@ from bpsx.kernels.codecs import (
     ALIKE,
     COMMON,
     COMPRESSORS,
-    Codec,
+    Compressor,
     checked_choice,
     checked_flag,
     checked_number,
     codec,
+    compressor,
     load_codec,
     load_conversion,
     load_momentum,
@@ -108,7 +109,7 @@ def _checked(given: dict[str, Any]) -> CompressionSpec:
     name = given.get("compressor", "")
     if not isinstance(name, str):
         raise ConfigError(f"compressor={name!r}: must be a name")
-    known = codec(name) if name else None
+    known = compressor(name) if name else None
     given = _without_others(given, known)
     _check_keys(given, known)
     ef = (
@@ -131,7 +132,7 @@ def _checked(given: dict[str, Any]) -> CompressionSpec:
     )
 
 
-def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any]:
+def _without_others(given: dict[str, Any], known: Compressor | None) -> dict[str, Any]:
     """Return ``given`` without options that belong to other compressors only.
 
     BytePS ignores such options, and its scripts always pass ``k``. Warns once about each. Raises
@@ -140,7 +141,8 @@ def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any
     taken = {*COMMON, *(known.keys if known else ())}
     kept = dict(given)
     for key, value in given.items():
-        owners = [codec(n) for n in COMPRESSORS if key in codec(n).keys] if key not in taken else []
+        every = map(compressor, COMPRESSORS) if key not in taken else ()
+        owners = [other for other in every if key in other.keys]
         if not owners:
             continue
         _check_for_any(owners, key, value)
@@ -158,7 +160,7 @@ def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any
     return kept
 
 
-def _check_for_any(owners: list[Codec], key: str, value: Any) -> None:
+def _check_for_any(owners: list[Compressor], key: str, value: Any) -> None:
     """Check that one of ``owners`` accepts ``value`` for ``key``; if not, raise the first error."""
     refused: ConfigError | None = None
     for owner in owners:
@@ -172,7 +174,7 @@ def _check_for_any(owners: list[Codec], key: str, value: Any) -> None:
     raise refused
 
 
-def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
+def _check_keys(given: dict[str, Any], known: Compressor | None) -> None:
     every = {*COMMON, *(known.keys if known else ())}
     for key, value in given.items():
         if not isinstance(key, str):
@@ -226,19 +228,29 @@ def parse(text: str) -> CompressionSpec:
 
 
 def effective(
-    given: CompressionSpec, dtype: str, nbytes: int, least: int
+    given: CompressionSpec, dtype: str, nbytes: int, least: int, pays: bool = True
 ) -> CompressionSpec | None:
     """Return the compression of a tensor of ``nbytes`` bytes: ``given``, halves, or None.
 
-    Tensors of less than ``least`` bytes are not compressed. The result is the same object for the
+    Tensors of less than ``least`` bytes are not compressed, nor those for which ``given`` does not
+    pay. The result is the same object for the
     same ``given``, so callers can compare it by identity.
     """
-    if given.compressor and nbytes >= least:
+    if given.compressor and nbytes >= least and pays:
         return given
     return _HALF if given.fp16 and dtype in ("float32", "float64") else None
 
 
 _HALF = CompressionSpec("half")
+
+
+def check_dtype(given: CompressionSpec, dtype: str, what: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` unless elements of ``dtype`` can be compressed."""
+    if dtype not in FLOATS:
+        raise ConfigError(
+            f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed;"
+            f" allowed: {', '.join(FLOATS)}"
+        )
 
 
 def check_fits(
@@ -249,11 +261,7 @@ def check_fits(
     ``partition_bytes``: most bytes of its partitions. ``what`` names the tensor in errors. Raises
     :class:`~bpsx.errors.ConfigError` if it cannot be.
     """
-    if dtype not in FLOATS:
-        raise ConfigError(
-            f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed;"
-            f" allowed: {', '.join(FLOATS)}"
-        )
+    check_dtype(given, dtype, what)
     n, k = nbytes // BY_NAME[dtype].itemsize, dict(given.options).get("k")
     if isinstance(k, int) and given.compressor in ("topk", "randomk") and k > n:
         raise ConfigError(f"{what}: k={k} is more than the {n} elements of the tensor")

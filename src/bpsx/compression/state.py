@@ -22,7 +22,9 @@ log = logging.getLogger("bpsx.compression.spec")
 #: Saved state of a name: ``rank`` (of the worker that saved it), ``dtype``, ``nbytes``, ``codec``
 #: (Compression.text()), ``lengths`` (its partitions' bytes), ``worker`` and ``server`` (uint8
 #: arrays, partition by partition as in core/codec/state.pxd), ``momentum`` (an array, for tensors
-#: that have no encoder to add it). Absent state has no key.
+#: that have no encoder to add it). A tensor that is exchanged as factors has ``shape`` (rows and
+#: columns) and ``worker`` (as in core/codec/low_rank.pxd), and neither ``lengths`` nor ``server``.
+#: Absent state has no key.
 Saved = dict[str, Any]
 _TYPES = {
     "rank": int,
@@ -30,12 +32,11 @@ _TYPES = {
     "nbytes": int,
     "codec": str,
     "lengths": list,
+    "shape": list,
     "worker": np.ndarray,
     "server": np.ndarray,
     "momentum": np.ndarray,
 }
-#: Counter and learning rate: the part of a worker's state that is the same on all workers.
-_COMMON_BYTES = 16
 _WAIT = 0.01
 
 
@@ -81,7 +82,8 @@ def take(core: Core, tensors: Collection[Tensor], with_servers: bool) -> dict[st
         tensor.name: {"worker": np.frombuffer(b"".join(tensor.state()), np.uint8)}
         for tensor in tensors
     }
-    asked = [ask(core, tensor, None) for tensor in tensors] if with_servers else []
+    held = [tensor for tensor in tensors if tensor.server_bytes] if with_servers else []
+    asked = [ask(core, tensor, None) for tensor in held]
     try:
         for handle in asked:
             found[handle.name]["server"] = handle.wait()
@@ -115,7 +117,9 @@ def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
 def clear(core: Core, tensor: Tensor, with_servers: bool) -> Handle | None:
     """Reset the state of a tensor of which no push_pull is under way."""
     tensor.state([bytes(len(part)) for part in tensor.state()])
-    return ask(core, tensor, np.zeros(tensor.server_bytes, np.uint8)) if with_servers else None
+    if not (with_servers and tensor.server_bytes):
+        return None
+    return ask(core, tensor, np.zeros(tensor.server_bytes, np.uint8))
 
 
 def put(core: Core, tensor: Tensor, saved: Saved, own: bool) -> Handle | None:
@@ -123,16 +127,15 @@ def put(core: Core, tensor: Tensor, saved: Saved, own: bool) -> Handle | None:
 
     If servers need the state, they get it before the next push.
 
-    ``own``: this worker saved the state; of another worker's state only the counters are used.
+    ``own``: this worker saved the state; of another worker's state only what all workers have in
+    common is used.
     Raises :class:`ValueError` if the state belongs to another tensor.
     """
-    now, begin = [], 0
+    now, begin, common = [], 0, tensor.common_bytes
     for part in tensor.state():
         given = saved["worker"][begin : begin + len(part)].tobytes()
         now.append(
-            given
-            if own or len(given) < len(part)
-            else given[:_COMMON_BYTES] + bytes(len(part) - _COMMON_BYTES)
+            given if own or len(given) < len(part) else given[:common] + bytes(len(part) - common)
         )
         begin += len(part)
     server = saved.get("server") if own else None

@@ -6,7 +6,8 @@ from libc.stdlib cimport calloc, free
 
 from bpsx.core.gpu.device cimport BETWEEN, N_STREAMS, UP, Device
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
-from bpsx.core.codec.made cimport packed_new, state_of
+from bpsx.core.codec.low_rank cimport common_state_bytes, matrix_free
+from bpsx.core.codec.made cimport matrix_new, packed_new, state_of, state_of_matrix
 from bpsx.core.codec.state cimport packed_free, server_state_bytes
 from bpsx.core.logs cimport free_backup
 from bpsx.core.partition cimport COPYH2D, DECOMPRESS, MAX_STAGES, OnGpu, Partition
@@ -16,6 +17,8 @@ from bpsx.system.sync cimport atomic_store, lock, now_ns, unlock
 from bpsx.core.declared_state import DECLARED, DeclaredState
 from bpsx.errors import DeviceError
 
+cdef enum:
+    COMMON_BYTES = 16           # counter and learning rate, see save_state
 cdef int PLACED = DeclaredState.PLACED.value
 # A thread that has not asked for so long is busy with something else; see waiters.RECENT.
 cdef int64_t RECENT_NS = 3_000_000_000
@@ -51,7 +54,7 @@ def waiting(tensors, double age_s, int64_t everything_ns) -> list:
             since = max(everything_ns, tensor.c.started_ns)
         found.append(
             (
-                tensor.name, tensor.generation, tensor.c.parts[0].round,
+                tensor.name, tensor.generation, tensor.rounds,
                 (now - tensor.c.started_ns) / 1e9, (now - since) / 1e9 if since else -1
             )
         )
@@ -157,14 +160,16 @@ cdef class Tensor:
 
     def __cinit__(
         self, str name, int dtype, list parts, bytes stages, uint32_t generation=0, str codec="",
-        made=(), bytes on_gpu=b""
+        made=(), bytes on_gpu=b"", matrix=None
     ):
         """``parts``: a list of (key, lane, slot, offset, length), the last two in bytes;
         ``stages``: codes from ``stages.py``; ``generation``: number of the name's declaration.
 
         ``codec``: description of the compression for the servers, and ``made``: a
         :class:`bpsx.compression.spec.Made` for each partition, if it is compressed. ``on_gpu``: the
-        stages of a push_pull on a GPU.
+        stages of a push_pull on a GPU. ``matrix``: a
+        :class:`bpsx.compression.factors.MadeMatrix`, if the tensor is exchanged as two factors.
+        The partitions are then those of the factors, and ``dtype`` is theirs.
         """
         cdef size_t i
         if max(len(stages), len(on_gpu)) >= MAX_STAGES:
@@ -175,8 +180,9 @@ cdef class Tensor:
                 f"tensor {name!r}: its compression parameters take {len(self.codec)} bytes; at "
                 f"most {MAX_CODEC_BYTES} are allowed"
             )
-        self.c.codec.at, self.c.codec.size = self.codec, len(self.codec)
-        self.made = list(made)
+        # Servers sum factors as they are, and need no description.
+        self.c.codec.at, self.c.codec.size = self.codec, len(self.codec) if matrix is None else 0
+        self.made = [*made, matrix]
         self.encoded = name.encode()[:MAX_NAME_BYTES]
         self.c.name.at, self.c.name.size = self.encoded, len(self.encoded)
         self.c.dtype = dtype
@@ -192,10 +198,14 @@ cdef class Tensor:
             if on_gpu.rstrip(bytes([DECOMPRESS])).endswith(bytes([COPYH2D]))
             else BETWEEN
         )
-        self.nbytes = make_parts(&self.c, parts, self.made)
+        self.nbytes = make_parts(&self.c, parts, list(made))
+        if matrix is not None:
+            self.c.matrix = matrix_new(&self.c, matrix)
+            self.nbytes = matrix.nbytes
 
     def __dealloc__(self):
         free_parts(&self.c)
+        matrix_free(self.c.matrix)
 
     cdef put_on(self, gpu):
         """Allocate the GPU state, before the first push_pull on a GPU. Idempotent.
@@ -248,6 +258,8 @@ cdef class Tensor:
     @property
     def rounds(self) -> int:
         """Number of its push_pulls that have ended, well or not."""
+        if self.c.matrix != NULL:
+            return self.c.parts[self.c.n_parts - 1].round       # of the second factor
         return self.c.parts[0].round if self.c.n_parts else 0
 
     @property
@@ -256,12 +268,14 @@ cdef class Tensor:
         return self.c.current != NULL
 
     def state(self, list saved=None) -> list:
-        """Return the compression state of each partition as bytes (core/codec/state.pxd), after
-        setting it to ``saved``, if that is given.
+        """Return the compression state of each partition as bytes (core/codec/state.pxd), or the
+        one of a matrix (core/codec/low_rank.pxd), after setting it to ``saved``, if that is given.
 
         Not while it is :attr:`busy`. Raises :class:`ValueError` for bytes of another length.
         """
         found = []
+        if self.c.matrix != NULL:
+            return [state_of_matrix(self.c.matrix, saved[0] if saved else None)]
         for i in range(self.c.n_parts):
             coder = self.coders[i] if self.coders else None
             memory = (
@@ -276,10 +290,17 @@ cdef class Tensor:
         return found
 
     @property
+    def common_bytes(self) -> int:
+        """First bytes of each item of :meth:`state` that are the same on all workers."""
+        return common_state_bytes(self.c.matrix) if self.c.matrix != NULL else COMMON_BYTES
+
+    @property
     def server_bytes(self) -> int:
         """Bytes of the servers' compression state, which :meth:`Core.prepare` with
-        ``is_codec_state`` transfers.
+        ``is_codec_state`` transfers; 0 if they have none.
         """
+        if self.c.matrix != NULL:
+            return 0
         return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
 
 

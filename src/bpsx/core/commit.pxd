@@ -11,7 +11,7 @@ from bpsx.core.groups cimport is_complete, mark_ready, take_ready, unmark_ready
 from bpsx.core.keep cimport forget_kept, note_arrival
 from bpsx.core.logs cimport note_no_sum, note_sum
 from bpsx.core.partition cimport (
-    CommitGroup, Kept, Partition, SumNumbers, Task, Tensor, wire_of,
+    SUMMING_P, CommitGroup, Kept, Partition, SumNumbers, Task, Tensor, wire_of,
 )
 from bpsx.core.stage cimport advance, fail_core, fail_partition
 from bpsx.core.state cimport Core
@@ -59,11 +59,14 @@ cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void commit(Core *c, Tensor *tensor) noexcept nogil:
-    """Commit the current task of a tensor if all its answers are there, unless it has a group."""
+    """Commit the current task of a tensor if all its answers are there, unless it has a group.
+
+    The first factor of a matrix is committed by itself: see docs/internals/powersgd.md.
+    """
     cdef Task *task = tensor.current
     if task == NULL or tensor.answered == 0 or tensor.answered < task.remaining:
         return
-    if task.group == NULL:
+    if task.group == NULL or tensor.matrix != NULL and tensor.matrix.state == SUMMING_P:
         use_answers(c, tensor)
     else:
         mark_ready(tensor)

@@ -15,7 +15,7 @@ from bpsx.core.local.reduce cimport take_departures, pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.codec.state cimport grow_scratch
 from bpsx.core.state cimport Core, Pool
-from bpsx.core.codec.pool cimport pool_finish, pool_next, work_on
+from bpsx.core.codec.pool cimport pool_finish, pool_next, scratch_of, work_on
 from bpsx.core.stage cimport (
     adopt, fail_tensor, finish, fail_core, pump_pool, run_callbacks, start,
     take_callbacks,
@@ -316,7 +316,7 @@ cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
         p = pool_next(c.pool, me)
         if p == NULL:
             break
-        if grow_scratch(&scratch, &capacity, p.packed.scratch):
+        if grow_scratch(&scratch, &capacity, scratch_of(p)):
             work_on(p, scratch)
         else:
             p.coding.status = E_MEMORY

@@ -10,6 +10,7 @@ from bpsx.core.gpu.device cimport N_STREAMS
 from bpsx.core.wire cimport PROOF_BYTES, Settlement
 from bpsx.core.codec.packed cimport Packed
 from bpsx.core.local.ring cimport Post
+from bpsx.kernels.abi cimport orthogonalise_fn, project_fn, refresh_fn, restore_fn
 from bpsx.transports.abi cimport Message
 
 cdef enum:
@@ -187,6 +188,49 @@ cdef struct Partition:
     Kept *kept                  # NULL: no outcome has been kept so far
     Backup *backup              # NULL: not compressed, or nothing has arrived so far
 
+# What a matrix is doing, or waiting for; core/transitions.pxd has the table.
+cdef enum MatrixState:
+    IDLE = 0
+    PROJECTING = 1              # threads make this worker's P = M Q
+    SUMMING_P = 2               # the partitions of P go through their stages
+    ORTHOGONALISING = 3         # a thread makes the columns of the summed P orthonormal
+    PROJECTING_BACK = 4         # threads make this worker's Q = M^T P
+    SUMMING_Q = 5               # the partitions of Q go through their stages
+    REFRESHING = 6              # a thread makes the next step's Q
+    RESTORING = 7               # threads write the result P Q^T and the residual
+
+# A tensor that is exchanged as two factors of low rank: docs/internals/powersgd.md. Its partitions
+# are those of P, then those of Q, of the wide type. Owned by the driver, and by the threads that
+# compress while `working`. More than 20 fields: the functions, the sizes, and the memory.
+cdef struct Matrix:
+    project_fn project
+    project_fn project_back
+    restore_fn restore
+    orthogonalise_fn orthogonalise
+    refresh_fn refresh
+    int64_t rows
+    int64_t columns
+    int64_t rank
+    uint64_t nbytes             # of the tensor
+    uint32_t wide_itemsize
+    uint64_t scratch            # bytes of scratch memory of a thread
+    bint feedback
+    int64_t seed
+    uint64_t counter            # steps so far
+    char *residual              # NULL: no error feedback
+    char *q                     # the next step's Q, orthonormal
+    char *shares                # this worker's P and Q, as pushed
+    char *sums                  # the summed P and Q
+    uint64_t q_offset           # offset of Q in these two
+    uint32_t n_first            # partitions of P
+    uint8_t state               # set by move_matrix
+    bint broken                 # the summed Q is not finite
+    Partition *hands            # what stands in the pool's heap for threads that take pieces
+    uint32_t working            # of these, those that have not come back
+    int64_t pieces              # of the present work
+    int64_t next_piece          # atomic
+    int64_t began_ns            # only for recorded steps
+
 cdef struct Text:               # UTF-8, not terminated; the Python Tensor owns it
     char *at
     uint32_t size               # bytes
@@ -217,6 +261,7 @@ cdef struct Tensor:
     Outcome outcome             # DONE, or the error with which every task of this tensor fails
     Text name
     Text codec                  # compression, in one line as spec.py writes it; empty: none
+    Matrix *matrix              # NULL: not exchanged as factors
     Task *current               # task whose partitions are under way
     uint32_t answered           # partitions of it that are `answered`
     bint ready                  # it has all answers, and its group is not committed
@@ -392,6 +437,22 @@ cdef struct Counters:
     int64_t logged              # bytes of pushes in the logs, now
     int64_t held                # bytes of snapshots that are held, now
     int64_t kept                # bytes of outcomes that are kept, now
+
+
+cdef inline char *input_of(Partition *p) noexcept nogil:
+    """Return the address of what this process pushes of a partition; NULL: nothing."""
+    cdef Task *task = p.tensor.current
+    if p.tensor.matrix != NULL and task.handle != NULL:
+        return p.tensor.matrix.shares + p.offset
+    return task.input + p.offset if task.input != NULL else NULL
+
+
+cdef inline char *output_of(Partition *p) noexcept nogil:
+    """Return the address for a partition's result; NULL: it is not wanted."""
+    cdef Task *task = p.tensor.current
+    if p.tensor.matrix != NULL:
+        return p.tensor.matrix.sums + p.offset
+    return task.output + p.offset if task.output != NULL else NULL
 
 
 cdef inline uint64_t cookie_of(Partition *p) noexcept nogil:

@@ -9,11 +9,13 @@ from libc.stdlib cimport free
 from bpsx.core.gpu.device cimport mark_end
 from bpsx.core.local.neighbour cimport Group
 from bpsx.core.local.group cimport all_shares_in, know_tensor, post_results, tell_root
+from bpsx.core.codec.low_rank cimport pieces_of
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
-    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, PCIE_REDUCE, PUSH, RECORDED, REDUCE, RUNNING, WAITING,
-    EndCallback, Heap, Partition, Task, Tasks, Tensor,
+    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, IDLE, ORTHOGONALISING, PCIE_REDUCE, PROJECTING,
+    PROJECTING_BACK, PUSH, RECORDED, REDUCE, REFRESHING, RESTORING, RUNNING, SUMMING_P, SUMMING_Q,
+    WAITING, EndCallback, Heap, Matrix, Partition, Task, Tasks, Tensor, input_of, output_of,
 )
 from bpsx.core.gpu.pinned_pool cimport give_place
 from bpsx.core.state cimport USER_STREAMS, Core, Pool
@@ -23,11 +25,11 @@ from bpsx.core.groups cimport unmark_ready
 from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.targets cimport resolve
-from bpsx.core.transitions cimport move_partition, move_task
+from bpsx.core.transitions cimport move_matrix, move_partition, move_task
 from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_add, atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.trace.recorder cimport watched
-from bpsx.core.trace.worker cimport record_start, record_end, record_stage
+from bpsx.core.trace.worker cimport record_start, record_end, record_stage, record_work
 
 cdef inline bint beside_copies(Partition *p) noexcept nogil:
     """Whether a compression stage of a tensor on a GPU works on elements in GPU memory: before
@@ -186,8 +188,13 @@ cdef inline void end_partition(Core *c, Partition *p) noexcept nogil:
         give_place(&c.gpu.places, p.gpu.place)
         p.gpu.place = NULL
     task.remaining -= 1
-    if task.remaining:
-        return
+    if task.remaining == 0 and not (tensor.matrix != NULL and goes_on(c, tensor)):
+        end_task(c, tensor)
+
+
+cdef inline void end_task(Core *c, Tensor *tensor) noexcept nogil:
+    """End the current task of a tensor, and start the next."""
+    cdef Task *task = tensor.current
     tensor.current = NULL
     finish(c, task, task.error.status if task.error.status else DONE)
     # A task that cannot be started ends at once.
@@ -196,6 +203,80 @@ cdef inline void end_partition(Core *c, Partition *p) noexcept nogil:
         tensor.waiting.first = task.next
         start(c, task)
 
+
+# ---- matrices: docs/internals/powersgd.md
+
+cdef inline void begin_work(Core *c, Tensor *tensor, int state) noexcept nogil:
+    """Let threads of the pool work on a matrix; take_hand() goes on when they have come back."""
+    cdef Matrix *m = tensor.matrix
+    cdef uint32_t i
+    move_matrix(m, state)
+    m.pieces, m.next_piece = pieces_of(m, state), 0
+    m.working = <uint32_t>min(<int64_t>c.pool.n_threads, m.pieces)
+    m.began_ns = now_ns() if tensor.trace.recorded else 0
+    for i in range(m.working):
+        m.hands[i].priority = tensor.current.priority
+        m.hands[i].order = c.queued.next_order
+        c.queued.next_order += 1
+        if pool_give(c.pool, &m.hands[i]) != 0:
+            fail_core(c, E_MEMORY)
+
+
+cdef inline void sum_factor(Core *c, Tensor *tensor, int state) noexcept nogil:
+    """Let the partitions of P or Q enter their stages."""
+    cdef uint32_t first = 0 if state == SUMMING_P else tensor.matrix.n_first
+    cdef uint32_t i, end = tensor.matrix.n_first if state == SUMMING_P else tensor.n_parts
+    move_matrix(tensor.matrix, state)
+    tensor.current.remaining = end - first
+    for i in range(first, end):
+        tensor.parts[i].entered_ns = now_ns() if tensor.trace.recorded else 0
+        enter(c, &tensor.parts[i])
+
+
+cdef inline bint goes_on(Core *c, Tensor *tensor) noexcept nogil:
+    """The rounds of all partitions of P, or of Q, are over. False: the step is, too.
+
+    A machine's root that stands in for itself has no matrix to read: it only sums for the others.
+    """
+    cdef Task *task = tensor.current
+    cdef bint stands_in = task.handle == NULL, has_p = tensor.matrix.state == SUMMING_P
+    if task.error.status or stands_in and not has_p:
+        move_matrix(tensor.matrix, IDLE)
+        return False
+    if stands_in:
+        sum_factor(c, tensor, SUMMING_Q)
+    else:
+        begin_work(c, tensor, ORTHOGONALISING if has_p else REFRESHING)
+    return True
+
+
+cdef inline void take_hand(Core *c, Tensor *tensor, int status) noexcept nogil:
+    """A thread has come back from a matrix. The last one moves it on."""
+    cdef Matrix *m = tensor.matrix
+    if m.state == IDLE:
+        return                              # its task has failed meanwhile
+    if status:
+        fail_core(c, status)
+        return
+    m.working -= 1
+    if m.working:
+        return
+    if tensor.trace.recorded:
+        record_work(c, tensor)
+    if m.state == PROJECTING:
+        sum_factor(c, tensor, SUMMING_P)
+    elif m.state == ORTHOGONALISING:
+        begin_work(c, tensor, PROJECTING_BACK)
+    elif m.state == PROJECTING_BACK:
+        sum_factor(c, tensor, SUMMING_Q)
+    elif m.state == REFRESHING:
+        begin_work(c, tensor, RESTORING)
+    else:
+        move_matrix(m, IDLE)
+        end_task(c, tensor)
+
+
+# ---- ends of tasks
 
 cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
     """Add a finished task to the list that Python reaps. The caller holds the monitor."""
@@ -260,7 +341,11 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         task.gpu.end_state = RECORDED
     if status == DONE and not task.is_codec_state:
         c.counters.tasks += 1
-        for i in range(task.tensor.n_parts if c.settings.telemetry else 0):
+        if c.settings.telemetry and task.tensor.matrix != NULL:
+            c.counters.bytes += task.tensor.matrix.nbytes
+        for i in range(
+            task.tensor.n_parts if c.settings.telemetry and task.tensor.matrix == NULL else 0
+        ):
             c.counters.bytes += task.tensor.parts[i].length
     lock(&c.monitor)
     c.busy.outstanding -= 1
@@ -286,7 +371,9 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
     cdef int n = 0
     while p != NULL:
         following = p.coding.next
-        if p.stage != END:
+        if p.tensor.matrix != NULL:
+            take_hand(c, p.tensor, p.coding.status)
+        elif p.stage != END:
             if p.coding.status == 0:
                 advance(c, p)
             else:
@@ -365,12 +452,8 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
         tensor.parts[i].stage_index = 0
-        tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
-        tensor.parts[i].target = (
-            task.output + tensor.parts[i].offset
-            if task.output != NULL
-            else NULL
-        )
+        tensor.parts[i].source = input_of(&tensor.parts[i])
+        tensor.parts[i].target = output_of(&tensor.parts[i])
         tensor.parts[i].divisor = (
             task.divisor // c.settings.processes if task.broadcast else task.divisor
         )
@@ -391,6 +474,12 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
         begin_state_transfer(tensor, task)
     elif watched(c.watch):
         record_start(c, tensor)
+    if tensor.matrix != NULL and task.handle != NULL:
+        begin_work(c, tensor, PROJECTING)
+        return
+    if tensor.matrix != NULL:
+        sum_factor(c, tensor, SUMMING_P)
+        return
     if task.on_gpu:
         n = span_parts(c, tensor)
     for i in range(n):
@@ -496,6 +585,8 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
     for i in range(tensor.n_parts):
         if tensor.parts[i].stage != END:
             move_partition(&tensor.parts[i], END)
+    if tensor.matrix != NULL and tensor.matrix.state != IDLE:
+        move_matrix(tensor.matrix, IDLE)
     if task != NULL and task.state == AWAITS_INPUT:
         watch_no_more(c, task)
     if task != NULL:

@@ -1,14 +1,16 @@
-# Transitions of a task and of a partition, and the check of all transitions.
+# Transitions of a task, a partition and a matrix, and the check of all transitions.
 #
-# docs/internals/states.md says which event and which thread make each. A build for production has
-# neither tables nor checks: the macro drops its arguments. A build with BPSX_COUNT_TRANSITIONS,
-# which tests make, counts each transition and those that no table has.
+# docs/internals/states.md and powersgd.md say which event and which thread make each. A build for
+# production has neither tables nor checks: the macro drops its arguments. A build with
+# BPSX_COUNT_TRANSITIONS, which tests make, counts each transition and those that no table has.
 from libc.stdint cimport uint8_t, uint32_t
 
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
-    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, PCIE_REDUCE, PREPARED, PULL, PUSH, REDUCE, RELEASED,
-    RUNNING, SUBMITTED, WAITING, Partition, Stage, Task, TaskState,
+    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, IDLE, ORTHOGONALISING, PCIE_REDUCE, PREPARED,
+    PROJECTING, PROJECTING_BACK, PULL, PUSH, REDUCE, REFRESHING, RELEASED, RESTORING, RUNNING,
+    SUBMITTED, SUMMING_P, SUMMING_Q, WAITING, Matrix, MatrixState, Partition, Stage, Task,
+    TaskState,
 )
 
 cdef extern from *:
@@ -16,8 +18,8 @@ cdef extern from *:
     #ifdef BPSX_COUNT_TRANSITIONS
     #include <stdint.h>
     /* By machine, state before and state after. */
-    __attribute__((visibility("default"))) int64_t bpsx_transitions[3][16][16];
-    __attribute__((visibility("default"))) int64_t bpsx_unlisted[3][16][16];
+    __attribute__((visibility("default"))) int64_t bpsx_transitions[4][16][16];
+    __attribute__((visibility("default"))) int64_t bpsx_unlisted[4][16][16];
     #define bpsx_count_transition(machine, before, after, followers) do { \\
         int64_t (*counts)[16] = ((followers) >> (after)) & 1 \\
             ? bpsx_transitions[machine] : bpsx_unlisted[machine]; \\
@@ -35,6 +37,7 @@ cdef enum StateMachine:
     OF_TASK = 0
     OF_PARTITION = 1
     OF_ROUND = 2                # of a key on a server; server/store.pxd
+    OF_MATRIX = 3
 
 
 cdef inline uint32_t after_task_state(TaskState state) noexcept nogil:
@@ -87,6 +90,27 @@ cdef inline uint32_t after_stage(Stage stage) noexcept nogil:
     return 0
 
 
+cdef inline uint32_t after_matrix_state(MatrixState state) noexcept nogil:
+    """States that may follow, as bits."""
+    if state == IDLE:
+        return 1 << PROJECTING | 1 << SUMMING_P
+    if state == PROJECTING:
+        return 1 << SUMMING_P | 1 << IDLE
+    if state == SUMMING_P:
+        return 1 << ORTHOGONALISING | 1 << SUMMING_Q | 1 << IDLE
+    if state == ORTHOGONALISING:
+        return 1 << PROJECTING_BACK | 1 << IDLE
+    if state == PROJECTING_BACK:
+        return 1 << SUMMING_Q | 1 << IDLE
+    if state == SUMMING_Q:
+        return 1 << REFRESHING | 1 << IDLE
+    if state == REFRESHING:
+        return 1 << RESTORING | 1 << IDLE
+    if state == RESTORING:
+        return 1 << IDLE
+    return 0
+
+
 cdef inline void move_task(Task *task, TaskState state) noexcept nogil:
     count_transition(OF_TASK, task.state, state, after_task_state(task.state))
     task.state = state
@@ -95,3 +119,8 @@ cdef inline void move_task(Task *task, TaskState state) noexcept nogil:
 cdef inline void move_partition(Partition *p, int stage) noexcept nogil:
     count_transition(OF_PARTITION, p.stage, stage, after_stage(<Stage>p.stage))
     p.stage = <uint8_t>stage
+
+
+cdef inline void move_matrix(Matrix *m, int state) noexcept nogil:
+    count_transition(OF_MATRIX, m.state, state, after_matrix_state(<MatrixState>m.state))
+    m.state = <uint8_t>state

@@ -34,6 +34,20 @@ ctypedef int64_t (*decode_fn)(
     uint8_t *wire, int64_t size, void *out, uint8_t *scratch, int64_t *options, int64_t n,
     int64_t add
 ) noexcept nogil
+# Steps of PowerSGD, see low_rank.py. `e`: the residual, read if `feedback`. `begin`, `end`: rows;
+# in project_back columns.
+ctypedef void (*project_fn)(
+    void *g, void *e, void *factor, void *out, uint8_t *scratch, int64_t rows, int64_t columns,
+    int64_t rank, int64_t begin, int64_t end, int64_t feedback
+) noexcept nogil
+ctypedef void (*restore_fn)(
+    void *g, void *e, void *p, void *sums, void *own, void *out, uint8_t *scratch, int64_t rows,
+    int64_t columns, int64_t rank, int64_t begin, int64_t end, int64_t feedback, int64_t broken
+) noexcept nogil
+ctypedef void (*orthogonalise_fn)(void *p, int64_t rows, int64_t rank) noexcept nogil
+ctypedef int64_t (*refresh_fn)(
+    void *q, void *sums, int64_t columns, int64_t rank, int64_t seed, uint64_t counter
+) noexcept nogil
 # out[i] = in[i], in another type
 ctypedef void (*convert_fn)(void *out, void *elements, int64_t n) noexcept nogil
 

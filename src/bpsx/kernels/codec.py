@@ -44,14 +44,34 @@ Encoder = Callable[..., int]
 Decoder = Callable[..., int]
 
 
-class Codec(ABC):
-    """Interface of a compressor. Instances are stateless and shared."""
+class Compressor(ABC):
+    """A choice for ``compressor``, and its options. Instances are stateless and shared."""
 
     name: str
-    #: This codec's own keys of ``compression_params``.
+    #: This compressor's own keys of ``compression_params``.
     keys: tuple[str, ...] = ()
-    #: Kinds of error feedback that this codec supports.
+    #: Kinds of error feedback that this compressor supports.
     feedback: tuple[str, ...] = ("vanilla", "corrected")
+
+    @abstractmethod
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``given`` checked, with defaults filled in.
+
+        ``given`` has this compressor's own keys only, without values of None, "" or False. Raises
+        :class:`~bpsx.errors.ConfigError`.
+        """
+
+    def shrinks(self, options: Mapping[str, Any]) -> bool:
+        """Whether p - decode(encode(p)) is always less than p.
+
+        If it is not, a residual may grow from round to round without bound.
+        """
+        return True
+
+
+class Codec(Compressor):
+    """Interface of a compressor that encodes each partition by itself."""
+
     #: Whether each sender draws its own random numbers; otherwise all senders draw the same.
     own_noise = False
     #: Whether the wire begins with the counter (uint64). If so, a reply takes the pushes' counter,
@@ -64,14 +84,6 @@ class Codec(ABC):
     too_many = 2**63
 
     @abstractmethod
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` checked, with defaults filled in.
-
-        ``given`` has this codec's own keys only, without values of None, "" or False. Raises
-        :class:`~bpsx.errors.ConfigError`.
-        """
-
-    @abstractmethod
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
         """Return the options as at most :data:`ALIKE` 64-bit integers, for compiled functions."""
 
@@ -82,13 +94,6 @@ class Codec(ABC):
     def scratch(self, n: int, numbers: list[int]) -> int:
         """Return the bytes of scratch memory that n elements need."""
         return 0
-
-    def shrinks(self, options: Mapping[str, Any]) -> bool:
-        """Whether p - decode(encode(p)) is always less than p.
-
-        If it is not, a residual may grow from round to round without bound.
-        """
-        return True
 
     @abstractmethod
     def encoder(self, residual: bool, momentum: bool) -> Encoder:

@@ -25,25 +25,27 @@ from bpsx.kernels.codec import SEED as SEED
 from bpsx.kernels.codec import SLACK as SLACK
 from bpsx.kernels.codec import Codec as Codec
 from bpsx.kernels.codec import Compiled as Compiled
+from bpsx.kernels.codec import Compressor as Compressor
 from bpsx.kernels.codec import Decoder as Decoder
 from bpsx.kernels.codec import DeviceCodec as DeviceCodec
 from bpsx.kernels.codec import Encoder as Encoder
 
 #: Built-in compressors that users can name, and all built-in ones.
-COMPRESSORS = ("onebit", "topk", "randomk", "dithering")
+COMPRESSORS = ("onebit", "topk", "randomk", "dithering", "powersgd")
 _BUILT_IN = (*COMPRESSORS, "half")
+_ON_GPUS = tuple(name for name in _BUILT_IN if name != "powersgd")
 #: Keys of ``compression_params`` that are common to all codecs.
 COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
 _lock = threading.RLock()
-_codecs: dict[str, Codec] = {}
+_codecs: dict[str, Compressor] = {}
 _device_codecs: dict[str, DeviceCodec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
 _momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
 
 
-def register(codec: Codec) -> None:
-    """Register a codec in this process.
+def register(codec: Compressor) -> None:
+    """Register a compressor in this process.
 
     The modules in ``BPSX_COMPRESSORS``, which workers and servers import, call this. Thread-safe.
 
@@ -87,10 +89,10 @@ def device_codec(name: str) -> DeviceCodec:
     Raises :class:`~bpsx.errors.ConfigError` if the codec has no GPU kernels.
     """
     with _lock:
-        if name in _BUILT_IN and name not in _device_codecs:
+        if name in _ON_GPUS and name not in _device_codecs:
             importlib.import_module(f"bpsx.kernels.cuda.{name}")  # registers itself
         if name not in _device_codecs:
-            known = dict.fromkeys((*COMPRESSORS, *_device_codecs))
+            known = dict.fromkeys((*_ON_GPUS[:-1], *_device_codecs))
             raise ConfigError(
                 f"compressor={name!r} has no kernels for GPUs; expected one of {', '.join(known)}"
             )
@@ -100,7 +102,20 @@ def device_codec(name: str) -> DeviceCodec:
 def codec(name: str) -> Codec:
     """Return the codec called ``name``. Thread-safe.
 
-    Raises :class:`~bpsx.errors.ConfigError`, which lists the known codecs.
+    Raises :class:`~bpsx.errors.ConfigError` if there is none.
+    """
+    found = compressor(name)
+    if not isinstance(found, Codec):
+        raise ConfigError(
+            f"compressor={name!r} has no codec: workers exchange factors, which are not encoded"
+        )
+    return found
+
+
+def compressor(name: str) -> Compressor:
+    """Return the compressor called ``name``. Thread-safe.
+
+    Raises :class:`~bpsx.errors.ConfigError`, which lists the known compressors.
     """
     with _lock:
         if name in _BUILT_IN and name not in _codecs:
@@ -125,7 +140,7 @@ def import_all() -> None:
     importlib.import_module("numba").cfunc("void()")(lambda: None)
     importlib.import_module("numba.core.boxing")
     for name in _BUILT_IN:
-        codec(name)
+        compressor(name)
 
 
 def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled:

@@ -40,6 +40,11 @@ class Neighbourhood:
             self.place = root if config.local_rank == config.local_size - 1 else member
 
     @property
+    def has_servers(self) -> bool:
+        """Whether servers sum what this machine's processes push."""
+        return self.place not in (MachineRole.ONLY_ROOT, MachineRole.ONLY_MEMBER)
+
+    @property
     def has_lanes(self) -> bool:
         """Whether this process speaks to servers."""
         return self.place in (MachineRole.DIRECT, MachineRole.ROOT)

@@ -129,11 +129,13 @@ class Placement:
         self._sizes: list[list[int]] = [[] for _ in range(sum(lanes))]
         self._yielded = set[int]()  # lanes that have yielded slots
 
-    def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Assignment]:
+    def place(
+        self, tensor: int, nbytes: int, compressed: bool = False, first: int = 0
+    ) -> list[Assignment]:
         """Return the places of a tensor's partitions, in order.
 
-        ``tensor``: its number. ``nbytes``: its size. Partitions begin at multiples of the page
-        size.
+        ``tensor``: its number. ``nbytes``: its size. ``first``: number of its first partition.
+        Partitions begin at multiples of the page size.
         """
         self._bytes += max(nbytes, PAGE_BYTES)
         # A job with other servers must find the state that compression keeps of each partition, so
@@ -148,13 +150,15 @@ class Placement:
         if not finer:
             return [
                 self._place_one(key_of(tensor, i), span.length)
-                for i, span in enumerate(partition(nbytes, self._partition_bytes, compressed))
+                for i, span in enumerate(
+                    partition(nbytes, self._partition_bytes, compressed), first
+                )
             ]
         places: list[Assignment] = []
         left = nbytes
         while left or not places:
             length = self._next_length(left)
-            places.append(self._place_one(key_of(tensor, len(places)), length))
+            places.append(self._place_one(key_of(tensor, first + len(places)), length))
             left -= length
         return places
 

@@ -127,7 +127,7 @@ class Membership(Growing):
         """Handle DECLARE: send the worker the tensor's places, or the error to all concerned.
 
         A declaration sent before the worker got RESET is void. ``m``: name, generation, nbytes,
-        dtype, shape, codec, epoch.
+        dtype, shape, codec, pieces, epoch.
         """
         node = self.nodes.get(ident)
         if (
@@ -139,7 +139,14 @@ class Membership(Growing):
             return []
         name, generation = m["name"], m["generation"]
         known, ranks = self.registry.declare(
-            node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"], m["codec"]
+            node.rank,
+            name,
+            generation,
+            m["nbytes"],
+            m["dtype"],
+            m["shape"],
+            m["codec"],
+            m.get("pieces", ()),
         )
         if known.failure:
             failed = {

@@ -33,7 +33,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -65,8 +65,9 @@ _HELLO: dict[str, tuple[type[Any], int, int]] = {
     "config": (dict, 0, 64),
     "token": (str, 0, 64),
 }
-#: Fields that a node of another version may lack: it hears that its version is another.
-_ABSENT = {"token": ""}
+#: Fields that may be absent. A node of another version may lack a token: it hears that its version
+#: is another. Only tensors that are exchanged as factors have pieces.
+_ABSENT: dict[str, Any] = {"token": "", "pieces": []}
 #: Message type -> its fields.
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": _HELLO,
@@ -96,6 +97,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
         "dtype": (int, 0, 255),
         "shape": (list, 0, 64),
         "codec": (str, 0, 1024),
+        #: Bytes of what is summed in the tensor's place, if that is not itself.
+        "pieces": (list, 0, 2),
         "epoch": _POSITION,
     },
     "WAITING": {
@@ -184,10 +187,19 @@ def check(message: dict[str, Any]) -> None:
         isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]
     ):
         raise BadMessage("DECLARE: shape is not a list of sizes")
+    if message["type"] == "DECLARE" and not _are_pieces(
+        message.get("pieces", []), message["nbytes"]
+    ):
+        raise BadMessage("DECLARE: pieces are not sizes that are less than the tensor's together")
     if message["type"] == "STATS":
         _check_stats(message["values"], message["late"])
     if message["type"] == "WAITING":
         _check_waiting(message["new"], message["over"])
+
+
+def _are_pieces(pieces: list[Any], nbytes: int) -> bool:
+    fit = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pieces)
+    return fit and (not pieces or sum(pieces) < nbytes)
 
 
 def _check_stats(values: dict[str, Any], late: list[Any]) -> None:

@@ -67,8 +67,12 @@ class Registry:
         dtype: int,
         shape: Sequence[int],
         codec: str = "",
+        pieces: Sequence[int] = (),
     ) -> tuple[RegisteredTensor, list[int]]:
         """Record that worker ``rank`` declares a tensor.
+
+        ``pieces``: bytes of the factors that are summed in its place; they have the partitions of
+        uncompressed tensors, which lie one behind the other.
 
         Returns its state and the ranks to notify. If ``failure`` is set, those ranks must receive
         the failure; otherwise the one rank must receive the places.
@@ -85,7 +89,10 @@ class Registry:
                     Status.MISMATCH,
                 )
             else:
-                wanted.places = self._placement.place(self._placed, nbytes, bool(codec))
+                for piece in pieces or [nbytes]:
+                    wanted.places += self._placement.place(
+                        self._placed, piece, bool(codec) and not pieces, len(wanted.places)
+                    )
                 self._placed += 1
             self._tensors[name, generation] = wanted
             self._note(rank, name, generation, wanted)

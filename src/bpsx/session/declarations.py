@@ -154,7 +154,7 @@ class Declarations:
             self.reporter.name(name, (place[0] for place in places))
             on = declared.pending[0].gpu if declared.pending else None
             tensor = self.compressing.tensor(
-                name, declared.dtype, parts, generation, declared.codec, on
+                name, declared.dtype, parts, generation, declared.codec, declared.shape, on
             )
             for handle in declared.pending:
                 self._core.release(handle, tensor)
@@ -430,6 +430,7 @@ class Declarations:
             dtype=declared.dtype,
             shape=list(declared.shape),
             codec=codec.text() if codec is not None else "",
+            pieces=self.compressing.pieces(codec, declared.dtype, declared.shape),
             epoch=self._epoch,
         )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 
 from bpsx import errors
+from bpsx.compression.factors import is_factored
 from bpsx.compression.manager import Compressing, Remembered
 from bpsx.compression.spec import CompressionSpec
 from bpsx.config import Config
@@ -448,7 +449,7 @@ class Session(Liveness):
         self._calls += 1
         mine.asked += 1
         try:
-            codec = self._codec_of(request, dtype, nbytes)
+            codec = self._codec_of(request, shape, dtype, nbytes)
             declared = self._latest.get(name)
             tensor = None if declared is None else declared.now(shape, dtype, codec)
             if declared is not None and tensor is not None:
@@ -471,7 +472,9 @@ class Session(Liveness):
             self._renew(name)
             raise
 
-    def _codec_of(self, request: Request, dtype: int, nbytes: int) -> CompressionSpec | None:
+    def _codec_of(
+        self, request: Request, shape: tuple[int, ...], dtype: int, nbytes: int
+    ) -> CompressionSpec | None:
         """Return the compression of the request's tensor, or None if it is not compressed.
 
         It also checks the arguments that depend on compression, and adds the momentum that
@@ -480,7 +483,12 @@ class Session(Liveness):
         if request.broadcast:
             return None
         name = request.name
-        codec = self.compressing.of(name, dtype, nbytes)
+        codec = self.compressing.of(name, dtype, nbytes, shape)
+        if is_factored(codec) and request.on is not None:
+            raise errors.ConfigError(
+                f"{name!r}: compressor='powersgd' cannot read a tensor on a GPU: push it from host"
+                " memory, or choose another compressor"
+            )
         if codec is not None and codec.ef == "corrected" and not 0 <= request.rate < float("inf"):
             raise errors.ConfigError(
                 f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number of"

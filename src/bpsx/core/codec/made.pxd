@@ -1,12 +1,19 @@
-# A compressed partition's state from and to Python objects. Call with the GIL.
+# The state of compressed partitions and of matrices from and to Python objects. Call with the GIL.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc
 
+from bpsx.core.codec.low_rank cimport (
+    common_state_bytes, draw_first, load_matrix, matrix_free, q_bytes, residual_bytes, save_matrix,
+)
 from bpsx.core.codec.packed cimport N_OPTIONS, PAGE, SLACK, Packed
 from bpsx.core.codec.state cimport (
     aligned_alloc, load_state, most_bytes, packed_free, save_state, state_bytes,
 )
-from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn
+from bpsx.core.partition cimport Matrix, Partition, Tensor
+from bpsx.core.state cimport MAX_THREADS
+from bpsx.kernels.abi cimport (
+    convert_fn, decode_fn, encode_fn, orthogonalise_fn, project_fn, refresh_fn, restore_fn,
+)
 
 
 cdef inline Packed *packed_new(made) except NULL:
@@ -62,4 +69,55 @@ cdef inline bytes state_of(Packed *p, bytes saved):
             )
         load_state(p, saved)
     save_state(p, found)
+    return found
+
+
+cdef inline char *pages(uint64_t size) noexcept:
+    """Allocate whole pages for `size` bytes, as a network adapter may register them."""
+    return <char *>aligned_alloc(PAGE, (size + PAGE - 1) & ~(<uint64_t>PAGE - 1))
+
+
+cdef inline Matrix *matrix_new(Tensor *tensor, made) except NULL:
+    """Allocate the state for a bpsx.compression.factors.MadeMatrix. Raises MemoryError."""
+    cdef Matrix *m = <Matrix *>calloc(1, sizeof(Matrix))
+    cdef uint64_t both
+    cdef uint32_t i
+    if m == NULL:
+        raise MemoryError("no memory for a matrix")
+    m.project = <project_fn><uintptr_t>made.steps.project
+    m.project_back = <project_fn><uintptr_t>made.steps.project_back
+    m.restore = <restore_fn><uintptr_t>made.steps.restore
+    m.orthogonalise = <orthogonalise_fn><uintptr_t>made.steps.orthogonalise
+    m.refresh = <refresh_fn><uintptr_t>made.steps.refresh
+    m.rows, m.columns, m.rank = made.rows, made.columns, made.rank
+    m.nbytes, m.wide_itemsize, m.scratch = made.nbytes, made.wide_itemsize, made.scratch
+    m.feedback, m.seed = made.feedback, made.seed
+    m.q_offset, m.n_first = made.q_offset, made.n_first
+    both = m.q_offset + q_bytes(m)
+    m.q, m.shares, m.sums = pages(q_bytes(m)), pages(both), pages(both)
+    m.hands = <Partition *>calloc(MAX_THREADS, sizeof(Partition))
+    if m.feedback:
+        m.residual = <char *>calloc(1, residual_bytes(m))
+    if (
+        m.q == NULL or m.shares == NULL or m.sums == NULL or m.hands == NULL
+        or m.feedback and m.residual == NULL
+    ):
+        matrix_free(m)
+        raise MemoryError(f"no memory for the factors of {made.nbytes} bytes")
+    for i in range(MAX_THREADS):
+        m.hands[i].tensor = tensor
+    draw_first(m)
+    return m
+
+
+cdef inline bytes state_of_matrix(Matrix *m, bytes saved):
+    """As state_of, for a matrix."""
+    cdef bytes found = bytes(common_state_bytes(m) + residual_bytes(m))
+    if saved is not None:
+        if len(saved) != len(found):
+            raise ValueError(
+                f"the saved state of a matrix has {len(saved)} bytes; expected {len(found)}"
+            )
+        load_matrix(m, saved)
+    save_matrix(m, found)
     return found

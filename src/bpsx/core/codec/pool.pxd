@@ -1,8 +1,9 @@
 # Threads that encode and decode partitions. The driver gives them partitions, most urgent
 # first, and takes those back. All of this runs without the GIL.
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
+from bpsx.core.codec.low_rank cimport work_on_matrix
 from bpsx.core.codec.packed cimport Packed
 from bpsx.core.codec.state cimport pack, unpack
 from bpsx.core.partition cimport Partition, Tensor
@@ -107,10 +108,17 @@ cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nog
     unlock(&pool.monitor)
 
 
+cdef inline uint64_t scratch_of(const Partition *p) noexcept nogil:
+    """Bytes of scratch memory that work_on() needs."""
+    return p.tensor.matrix.scratch if p.tensor.matrix != NULL else p.packed.scratch
+
+
 cdef inline void work_on(Partition *p, char *scratch) noexcept nogil:
     cdef Packed *packed = p.packed
     p.coding.status = 0
-    if p.encodes:
+    if p.tensor.matrix != NULL:
+        work_on_matrix(p, scratch)
+    elif p.encodes:
         pack(packed, p.source, packed.wire, scratch, p.tensor.current.rate, True)
     else:
         p.coding.status = unpack(packed, packed.wire, packed.size, p.target, scratch)

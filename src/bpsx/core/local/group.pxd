@@ -130,7 +130,7 @@ cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
     ):
         return -1
     for i in range(tensor.n_parts):
-        nbytes += tensor.parts[i].length
+        nbytes = max(nbytes, tensor.parts[i].offset + tensor.parts[i].length)
         local = <LocalRound *>calloc(1, sizeof(LocalRound))
         tensor.parts[i].local = local
         if local == NULL:

@@ -20,7 +20,7 @@ from bpsx.core.local.group cimport (
 )
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, END, REDUCE,
-    SUBMITTED, Partition, Task, Tensor,
+    SUBMITTED, SUMMING_Q, Partition, Task, Tensor, output_of,
 )
 from bpsx.core.local.ring cimport (
     HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_LAUNCH, IS_RESULT, IS_SHARE, ON_GPU, Post,
@@ -347,11 +347,11 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
 cdef inline void spread(Core *c, Partition *p) noexcept nogil:
     """BROADCAST: post the result to the other processes (root), and copy it to the output."""
     cdef char *result = p.target if c.machine.me == c.machine.root else p.source
-    cdef char *output = p.tensor.current.output + p.offset
+    cdef char *output = output_of(p)
     if c.machine.me == c.machine.root and post_results(c.machine, p, 0, 0, 0) != 0:
         fail_core(c, E_MEMORY)
         return
-    if p.length and p.tensor.current.output != NULL and result != output:
+    if p.length and output != NULL and result != output:
         memcpy(output, result, p.length)
     advance(c, p)
 
@@ -364,6 +364,8 @@ cdef inline bint still_waits(Group *m, Tensor *tensor) noexcept nogil:
     cdef uint8_t stage
     if tensor.current.state == AWAITS_INPUT:
         return True                         # it needs all processes once it begins
+    if tensor.matrix != NULL and tensor.matrix.state < SUMMING_Q:
+        return True                         # its second factor needs them
     for i in range(tensor.n_parts):
         stage = tensor.parts[i].stage
         if (

@@ -1,8 +1,11 @@
 # Writes a worker core's records into its Watch. The driver calls these only if `watched` holds.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.wire cimport Header
-from bpsx.core.partition cimport COORDINATE_BROADCAST, PULL, PUSH, Partition, Task, Tensor
+from bpsx.core.partition cimport (
+    COMPRESS, COORDINATE_BROADCAST, DECOMPRESS, PROJECTING, PULL, PUSH, REFRESHING, Partition, Task,
+    Tensor,
+)
 from bpsx.core.state cimport Core
 from bpsx.system.sync cimport now_ns
 from bpsx.core.trace.watch cimport STAGE_NAMES, TOTAL
@@ -55,6 +58,17 @@ cdef inline void record_stage(Core *c, Partition *p) noexcept nogil:
         )
 
 
+cdef inline void record_work(Core *c, Tensor *tensor) noexcept nogil:
+    """Record the end of threads' work on a matrix, at the first partition of the factor it is for.
+    """
+    cdef uint8_t state = tensor.matrix.state
+    put(
+        c.watch, COMPRESS if state < REFRESHING else DECOMPRESS, tensor.trace.recorded,
+        tensor.parts[0 if state == PROJECTING else tensor.matrix.n_first].key, tensor.trace.step,
+        tensor.matrix.began_ns, now_ns(), tensor.matrix.nbytes, 0, 0
+    )
+
+
 cdef inline void record_end(Core *c, Task *task, int status) noexcept nogil:
     """Record the end of a task that was under way, whether it succeeded or not."""
     cdef Tensor *tensor = task.tensor
@@ -62,8 +76,10 @@ cdef inline void record_end(Core *c, Task *task, int status) noexcept nogil:
     cdef uint32_t i
     if not tensor.trace.recorded:
         return
-    for i in range(tensor.n_parts):
+    for i in range(tensor.n_parts if tensor.matrix == NULL else 0):
         nbytes += tensor.parts[i].length
+    if tensor.matrix != NULL:
+        nbytes = tensor.matrix.nbytes
     put(
         c.watch, TOTAL, tensor.trace.recorded, tensor.parts[0].key, tensor.trace.step,
         task.submitted_ns, now_ns(), nbytes, 0, status

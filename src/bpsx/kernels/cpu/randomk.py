@@ -37,7 +37,7 @@ from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
 
 _HEAD = 8
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
@@ -62,12 +62,12 @@ def draw(places: Any, seed: int, counter: Any, n: int, count: int) -> Any:
 
     Word 0 of the round makes b, word i + 1 makes place i.
     """
-    start = mixed(np.uint64(seed) + mixed(counter + _GAMMA))
+    start = mixed(np.uint64(seed) + mixed(counter + GAMMA))
     turn = _below(mixed(start), n)
     each, over = n // count, n % count
     base, rest = np.int64(0), np.int64(0)
     for i in range(count):
-        start += _GAMMA
+        start += GAMMA
         rest += over
         carry = np.int64(rest >= count)
         rest -= carry * count
