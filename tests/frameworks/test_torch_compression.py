@@ -22,6 +22,7 @@ PARAMS: dict[str, Any] = {
     "topk": {"compressor": "topk", "k": 0.05, "ef": "corrected"},
     "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
     "dithering": {"compressor": "dithering", "k": 4, "seed": 5},
+    "powersgd": {"compressor": "powersgd", "rank": 2, "ef": "vanilla"},
     "fp16": {"fp16": True},
     "by name": {
         "0.weight": {"compressor": "topk", "k": 0.1, "ef": "vanilla"},

@@ -25,6 +25,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "topk": {"compressor": "topk", "k": 0.05, "ef": "corrected", **NESTEROV},
     "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
     "dithering": {"compressor": "dithering", "k": 4, "seed": 5, "ef": "vanilla"},
+    "powersgd": {"compressor": "powersgd", "rank": 2, "ef": "vanilla", **NESTEROV},
 }
 
 

@@ -102,6 +102,12 @@ def test_columns_are_orthonormal_even_if_they_nearly_depend_on_each_other():
             assert np.abs(found.T - orthogonalise(p.T, 1e-14)).max() < 1e-9
 
 
+def test_thousands_of_alike_rows_lose_few_bits():
+    worker = Worker(70_000, 10, 1, "float32", False)
+    (out,) = step([worker], [np.full((70_000, 10), 37, np.float32)])
+    assert np.abs(out / 37 - 1).max() < 1e-5
+
+
 def test_dependent_and_zero_columns_become_zero_and_are_drawn_anew():
     worker = Worker(30, 40, 4, "float32", False, seed=9)
     ones = np.ones((30, 40), np.float32)

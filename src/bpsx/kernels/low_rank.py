@@ -21,6 +21,8 @@ _OF_FACTORS = ("orthogonalise", "refresh")
 STEPS = (*_OF_GRADIENTS, *_OF_FACTORS)
 #: Elements of a row that a function works on at a time.
 CHUNK = 512
+#: Rows that are summed by themselves.
+ROWS = 256
 _lock = threading.Lock()
 _loaded: dict[str, Steps] = {}
 
@@ -42,8 +44,8 @@ def wide_of(dtype: str) -> str:
 
 
 def scratch_bytes(dtype: str, rank: int) -> int:
-    """Return the bytes of scratch memory of a thread: two chunks, and a float64 per column."""
-    return 2 * CHUNK * BY_NAME[wide_of(dtype)].itemsize + 8 * rank
+    """Return the bytes of scratch memory of a thread: a chunk, and one for each column."""
+    return (1 + rank) * CHUNK * BY_NAME[wide_of(dtype)].itemsize
 
 
 def load_steps(dtype: str) -> Steps:
@@ -61,7 +63,7 @@ def load_steps(dtype: str) -> Steps:
 
 
 def _load(step: str, dtype: str) -> Any:
-    return compiled(f"{step}-{dtype}", (CHUNK,), functools.partial(_compile, step, dtype))
+    return compiled(f"{step}-{dtype}", (CHUNK, ROWS), functools.partial(_compile, step, dtype))
 
 
 def _compile(step: str, dtype: str) -> tuple[Any, Callable[[], bytes]]:

@@ -39,6 +39,7 @@ _SUMMED = {
 _KEYS = {
     "compressor_type": "compressor",
     "compressor_k": "k",
+    "compressor_rank": "rank",
     "compressor_onebit_scaling": "scaling",
     "ef_type": "ef",
     "momentum_type": "momentum",
@@ -47,6 +48,8 @@ _KEYS = {
     "dithering_partition": "partition",
     "dithering_normalize": "normalize",
 }
+#: Keys whose values are numbers, also if they are given as strings.
+_NUMBERS = ("compressor_k", "compressor_rank", "rank", "momentum_mu", "seed")
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
 #: By name: the turn, which keeps the order of its operations, and the lock for adding an operation.
 _turns: dict[str, tuple[int, threading.Lock]] = {}
@@ -290,7 +293,7 @@ def _said(key: str, value: Any) -> tuple[str, Any]:
         and value.lower() in ("true", "false")
     ):
         value = value.lower() == "true"
-    elif isinstance(value, str) and key in ("compressor_k", "momentum_mu", "seed"):
+    elif isinstance(value, str) and key in _NUMBERS:
         value = _number(value)
     return _KEYS.get(key, key), value
 

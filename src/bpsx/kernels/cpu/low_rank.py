@@ -26,7 +26,7 @@ from bpsx.kernels.cpu.half_precision import narrow, wide_type, widen
 from bpsx.kernels.cpu.jit import compile_with_numba
 from bpsx.kernels.cpu.randomk import GAMMA, mixed
 from bpsx.kernels.cpu.sum import ELEMENTS
-from bpsx.kernels.low_rank import CHUNK
+from bpsx.kernels.low_rank import CHUNK, ROWS
 
 #: Lanes of a vector, and elements that :func:`_blocks` takes at once: two vectors.
 _LANES = 16
@@ -150,17 +150,28 @@ def _project_back(
     end: int,
     feedback: int,
 ) -> None:
-    """Set columns ``begin`` to ``end`` of this worker's Q = M^T P; at most CHUNK."""
+    """Set columns ``begin`` to ``end`` of this worker's Q = M^T P; at most CHUNK.
+
+    Adds ROWS rows by themselves: one after the other, thousands of alike elements would lose
+    thousands of rounding errors of one sign.
+    """
     row, size = like(scratch, p), end - begin
+    sums = like(at(scratch, CHUNK * width(p), np.uint8), p)
     for k in range(rank):
         for j in range(size):
             own[k * m + begin + j] = 0
-    for i in range(n):
-        _fill(row, g, e, i * m + begin, size, feedback)
+    for first in range(0, n, ROWS):
+        for j in range(rank * size):
+            sums[j] = 0
+        for i in range(first, min(first + ROWS, n)):
+            _fill(row, g, e, i * m + begin, size, feedback)
+            for k in range(rank):
+                factor = p[k * n + i]
+                for j in range(size):
+                    sums[k * size + j] += factor * row[j]
         for k in range(rank):
-            factor = p[k * n + i]
             for j in range(size):
-                own[k * m + begin + j] += factor * row[j]
+                own[k * m + begin + j] += sums[k * size + j]
 
 
 def _restore(
