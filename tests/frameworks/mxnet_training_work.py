@@ -506,6 +506,7 @@ RESUMED: dict[str, Any] = {
     "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
     "none": None,
     "dithering": {"compressor": "dithering", "k": 4, "seed": 5, "ef": "vanilla"},
+    "powersgd": {"compressor": "powersgd", "rank": 1, "ef": "vanilla", "momentum": "nesterov"},
 }
 
 

@@ -180,6 +180,33 @@ def job_saved() -> Any:
     return found
 
 
+def job_powersgd() -> Any:
+    """Train with factors of rank 1, in three ways; save and load; and train without them."""
+    params = {"compressor": "powersgd", "rank": 1, "ef": "vanilla"}
+    found = {
+        "fit": fit(compiled(sgd(), params)),
+        "eagerly": fit(compiled(sgd(), params, run_eagerly=True)),
+        "compiled": fit(compiled(sgd(), params, jit_compile=True)),
+        "plain": fit(compiled(sgd(), {"fp16": False})),
+    }
+    model, optimizer = first_mlp(), sgd()
+    inputs, labels = data(STEPS)
+    for step in range(STEPS):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, inputs[step, bps.rank()], labels[step, bps.rank()])
+        tape = bps.DistributedGradientTape(tape, compression_params=params)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    found["tape"] = weights(model)
+    with tempfile.TemporaryDirectory() as folder:
+        begun = compiled(sgd(), params)
+        fit(begun, 0, HALF)
+        begun.save(Path(folder, "all.keras"))
+        found["straight"] = fit(begun, HALF)
+        again = bpk.load_model(Path(folder, "all.keras"), compression_params=params)
+        found["loaded"] = fit(again, HALF)
+    return found
+
+
 def with_tape(model: Any, optimizer: Any, first: int, last: int) -> list[np.ndarray]:
     inputs, labels = data(STEPS)
     params = {k: v for k, v in LOSSY.items() if k not in ("momentum", "mu")}
@@ -318,6 +345,17 @@ def test_momentum_is_taken_over_from_sgd(job: Finished) -> None:
 def test_momentum_is_taken_over_from_v1(job: Finished) -> None:
     for alone, ours in each(job, "job_v1"):
         assert np.allclose(alone, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_matrices_are_exchanged_as_factors(job: Finished) -> None:
+    one, two = each(job, "job_powersgd")
+    for way in ("fit", "eagerly", "compiled", "tape", "loaded"):
+        assert equal(one[way], two[way]), way
+        # The first factor is drawn by the gradient's name, which differs.
+        assert not close(one[way], one["plain"]), way
+        far = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(one[way], one["plain"])]
+        assert max(far) < 0.2, (way, far)
+    assert equal(one["loaded"], one["straight"])
 
 
 @pytest.mark.parametrize("way", ["keras", "weights", "checkpoint"])
