@@ -125,7 +125,8 @@ def test_keys_move_again_and_again(tmp_path, transport, workers):
 
 
 @pytest.mark.parametrize(
-    ("transport", "compressor"), [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering")]
+    ("transport", "compressor"),
+    [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering"), ("tcp", "powersgd")],
 )
 def test_compressed_keys_move(tmp_path, transport, compressor):
     """With residuals of workers and servers, momentum and counters."""

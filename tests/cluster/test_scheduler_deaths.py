@@ -536,7 +536,7 @@ def test_a_server_that_has_to_end_waits_for_a_scheduler_to_let_it_go():
         finished(job)
 
 
-@pytest.mark.parametrize("compressor", ["onebit", "randomk"])
+@pytest.mark.parametrize("compressor", ["onebit", "randomk", "powersgd"])
 def test_compressed_keys_outlive_the_scheduler(compressor):
     """Residuals and counters are found again by the servers that take the keys over afterwards."""
     env = environment(compressor, "tcp")

@@ -66,7 +66,8 @@ def test_servers_leave_a_training_one_after_the_other(tmp_path, transport):
 
 
 @pytest.mark.parametrize(
-    ("transport", "compressor"), [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering")]
+    ("transport", "compressor"),
+    [("zmq", "onebit"), ("tcp", "topk"), ("shm", "dithering"), ("shm", "powersgd")],
 )
 def test_compressed_keys_of_a_server_that_leaves(tmp_path, transport, compressor):
     gates = Gates(tmp_path)
