@@ -62,6 +62,7 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "randomk": {"compressor": "randomk", "k": 0.01, "ef": "sparse", "seed": 1},
     "dithering-linear": {"compressor": "dithering", "k": 2, "seed": 1},
     "dithering-natural": {"compressor": "dithering", "k": 4, "partition": "natural", "seed": 1},
+    "powersgd": {"compressor": "powersgd", "rank": 4, "ef": "vanilla"},
 }
 #: Ways that always run: the compressors are compared with them.
 BASE = ("alone", "float32", "bfloat16")

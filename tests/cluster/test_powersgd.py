@@ -345,6 +345,32 @@ def test_state_survives_a_suspension() -> None:
     assert [[report] for report in suspended] == again
 
 
+def test_a_stall_names_the_tensor_and_all_go_on_afterwards() -> None:
+    found = run(
+        """
+        import bpsx, numpy as np
+        from bpsx.errors import StallError
+        bpsx.init()
+        ones = np.ones((50, 60), np.float32)
+        for name in ("first", "second"):
+            bpsx.declare(name, compression={"compressor": "powersgd", "rank": 2, "ef": "vanilla"})
+            bpsx.push_pull(ones, name)
+        try:
+            bpsx.push_pull(ones, "second" if bpsx.rank() else "first")
+        except StallError as error:
+            report(str(error))
+        report(float(bpsx.push_pull(ones, "first")[1, 2]))
+        bpsx.shutdown()
+        """,
+        2,
+        1,
+        env={"BYTEPS_MIN_COMPRESS_BYTES": "100", "BPSX_DEADLOCK_SECONDS": "2"},
+    )
+    for error, after in found:
+        assert "'first'" in error and "'second'" in error and "powersgd" in error, error
+        assert after == pytest.approx(1)
+
+
 def test_what_cannot_work_is_refused() -> None:
     found = run(
         """

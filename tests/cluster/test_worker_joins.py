@@ -185,14 +185,16 @@ COMPRESSED = """
     from bpsx.api.lifecycle import session
     from bpsx.compression.spec import compression
 
-    STEPS, NEWCOMER, SIZE = {steps}, {newcomer}, 60_000
+    STEPS, NEWCOMER, SHAPE = {steps}, {newcomer}, (200, 300)
     bpsx.init()
     number = session().number
     spec = {{"compressor": {codec!r}, "k": 600, "ef": "vanilla", "seed": 3}}
     if {codec!r} == "onebit":
         spec = {{"compressor": "onebit", "scaling": True, "ef": "vanilla"}}
+    if {codec!r} == "powersgd":
+        spec = {{"compressor": "powersgd", "rank": 2, "ef": "vanilla"}}
     session().declare("g", compression(spec))
-    step, weights = np.zeros(1), np.zeros(SIZE, np.float32)
+    step, weights = np.zeros(1), np.zeros(SHAPE, np.float32)
 
     def get_model():
         global step, weights
@@ -203,7 +205,7 @@ COMPRESSED = """
         get_model()
     draw = np.random.default_rng(number)
     while step[0] < STEPS:
-        gradient = draw.standard_normal(SIZE).astype(np.float32)
+        gradient = draw.standard_normal(SHAPE).astype(np.float32)
         weights += bpsx.push_pull(gradient, name="g", average=True)
         step[0] += 1
         report(["step", int(step[0]), zlib.crc32(weights.tobytes())])
@@ -233,7 +235,7 @@ def test_a_newcomer_may_die_while_a_scheduler_takes_the_job_over():
         job.end_well(2, new)
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk", "randomk"])
+@pytest.mark.parametrize("codec", ["onebit", "topk", "randomk", "powersgd"])
 def test_a_worker_joins_and_a_server_dies_with_compression(codec):
     """The new server rebuilds its residual also from sums that the newcomer has no part in."""
     source = COMPRESSED.format(steps=300, newcomer=False, codec=codec)
