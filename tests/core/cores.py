@@ -42,6 +42,7 @@ class Rig:
         servers: int = 1,
         beside: Collection[int] = (),
         elastic: bool = False,
+        shrinks: bool = False,
         wrap: Callable[[LoopbackEndpoint], Any] = lambda endpoint: endpoint,
     ) -> None:
         self.endpoint = LoopbackEndpoint()
@@ -59,7 +60,9 @@ class Rig:
             spin_us=0,
             ahead_ms=ahead_ms,
             beside=beside,
-            elastic=elastic,
+            elastic=elastic or shrinks,
+            shrinks=shrinks,
+            senders=3,
         )
         if start:
             self.core.start()
@@ -80,7 +83,7 @@ class Rig:
         used = compression({"compressor": "powersgd", "rank": rank, "ef": "vanilla"})
         p, q = factor_bytes(used, 3, (rows, columns))
         lengths = [p // 2 // 4 * 4, p - p // 2 // 4 * 4, q]
-        made = make_matrix(used, name, 3, (rows, columns), lengths)
+        made = make_matrix(used, name, 3, (rows, columns), lengths, 2)
         self.core.open_pool(2)
         parts = []
         for length, offset in zip(lengths, (0, lengths[0], made.q_offset), strict=True):

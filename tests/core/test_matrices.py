@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from bpsx.core._tensor import Tensor
+from bpsx.core._tensor import CommitGroup, Tensor
 from bpsx.errors import BpsxError, StallError
 from bpsx.kernels.low_rank import STEPS, Steps
 from bpsx.kernels.reference_low_rank import LowRank
@@ -165,3 +165,60 @@ def test_a_state_of_another_size_is_refused_and_one_without_steps_has_the_first_
     assert tensor.state([bytes(len(first[0]))]) == first
     assert tensor.common_bytes == 16 + 4 * RANK * M
     assert tensor.server_bytes == 0
+
+
+def _all_of(r: Rig, *counts: tuple[int, int]) -> dict[int, list[w.Record]]:
+    """Return the next records of each kind, sorted by key; ``counts``: (kind, number)."""
+    found: dict[int, list[w.Record]] = {kind: [] for kind, _ in counts}
+    while any(len(found[kind]) < number for kind, number in counts):
+        for record in r.take():
+            if record.kind in found:
+                found[record.kind].append(record)
+    assert all(len(found[kind]) == number for kind, number in counts)
+    return {kind: sorted(records, key=lambda one: one.key) for kind, records in found.items()}
+
+
+def test_p_is_committed_by_itself_and_q_with_its_group_when_a_worker_is_lost(rig):
+    r = rig(shrinks=True)
+    group = CommitGroup(r.core)
+    r.core.groups["x"] = group
+    tensor = r.matrix("x", N, M, RANK)
+    g, out = gradient(0), np.empty((N, M), np.float32)
+    handle = push_pull(r.core, tensor, g, out, divisor=3)
+    echo(r, r.pushes(2))
+    (q,) = r.pushes(1)  # though the group is not sealed
+    echo(r, [q])
+    with pytest.raises(TimeoutError, match="did not finish in time"):
+        handle.wait(0.2)
+    r.core.begin_term(1, [], living=2)
+    found = _all_of(r, (w.HAVE, 3), (w.PUSH, 1))
+    assert [(have.round, bool(have.flags & w.WAITS)) for have in found[w.HAVE]] == [
+        (1, False),
+        (1, False),
+        (0, True),
+    ]
+    (again,) = found[w.PUSH]
+    assert (again.key, again.body, again.round) == (q.key, q.body, q.round)
+    assert (q.divisor, again.divisor, again.term) == (3, 2, 1)
+    r.answer(again, again.body, term=1)
+    group.seal()
+    r.core.notify()
+    handle.wait(20)
+    assert np.isfinite(out).all()
+
+
+def test_a_p_that_is_not_whole_is_pushed_again_when_a_worker_is_lost(rig):
+    r = rig(shrinks=True)
+    tensor = r.matrix("x", N, M, RANK)
+    handle = push_pull(r.core, tensor, gradient(0), np.empty((N, M), np.float32))
+    first, second = sorted(r.pushes(2), key=lambda push: push.key)
+    echo(r, [first])
+    while r.core.counters()["messages_received"] < 1:
+        r.core.wait_for_progress(0.01)
+    r.core.begin_term(1, [], living=2)
+    found = _all_of(r, (w.HAVE, 2), (w.PUSH, 2))
+    assert [have.round for have in found[w.HAVE]] == [0, 0]
+    assert [push.body for push in found[w.PUSH]] == [first.body, second.body]
+    echo(r, found[w.PUSH])
+    echo(r, r.pushes(1))
+    handle.wait(20)

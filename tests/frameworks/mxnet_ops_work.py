@@ -202,6 +202,9 @@ def job_declared() -> Any:
         byteps_momentum_type="nesterov",
         byteps_momentum_mu="0.5",
     )
+    bps.byteps_declare_tensor(
+        "factored", byteps_compressor_type="powersgd", byteps_compressor_rank="3"
+    )
     chosen = session().compressing
     x = mx.nd.array([9.0, 1.0, 2.0, 8.0] * 100)
     bps.byteps_push_pull(x, name="declared", is_average=False)
@@ -209,8 +212,8 @@ def job_declared() -> Any:
         ours,
         again,
         [
-            str(chosen.of(name, 5, 1 << 20))
-            for name in ("declared", "declared again", "dithered", "signs")
+            str(chosen.of(name, 3, 1 << 20, (512, 512)))
+            for name in ("declared", "declared again", "dithered", "signs", "factored")
         ],
         x.asnumpy(),
     )

@@ -150,6 +150,7 @@ def test_declared_compression(job: Finished) -> None:
             and "seed=7" in chosen[2]
         )
         assert "('scaling', True)" in chosen[3] and "momentum='nesterov', mu=0.5" in chosen[3]
+        assert "compressor='powersgd', options=(('rank', 3),)" in chosen[4]
         assert np.count_nonzero(x) == 2 and x.max() == 18.0
 
 

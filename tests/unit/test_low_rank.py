@@ -167,7 +167,7 @@ def test_the_scheduler_cuts_each_factor_by_itself():
     assert [place.key for place in known.places] == list(range(len(lengths)))
     assert ranks == [0] and not known.failure
     made = make_matrix(
-        compression({"compressor": "powersgd", "rank": 5}), "x", 3, (500, 250), lengths
+        compression({"compressor": "powersgd", "rank": 5}), "x", 3, (500, 250), lengths, 2
     )
     assert (made.n_first, made.q_offset) == (first, 12_288)
 

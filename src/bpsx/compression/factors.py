@@ -26,6 +26,7 @@ class MadeMatrix(NamedTuple):
     seed: int
     q_offset: int
     n_first: int
+    threads: int
 
 
 def is_factored(used: CompressionSpec | None) -> bool:
@@ -54,11 +55,16 @@ def saves_bytes(used: CompressionSpec, dtype: int, shape: Sequence[int]) -> bool
 
 
 def make_matrix(
-    used: CompressionSpec, name: str, dtype: int, shape: Sequence[int], lengths: Sequence[int]
+    used: CompressionSpec,
+    name: str,
+    dtype: int,
+    shape: Sequence[int],
+    lengths: Sequence[int],
+    threads: int,
 ) -> MadeMatrix:
     """Return what the core needs for a tensor's factors; loads their kernels.
 
-    ``lengths``: bytes of the partitions of P, then of Q.
+    ``lengths``: bytes of the partitions of P, then of Q. ``threads``: most that work on it.
     """
     kind, rank = BY_CODE[dtype].name, int(dict(used.options)["rank"])
     p_bytes, _ = factor_bytes(used, dtype, shape)
@@ -79,4 +85,5 @@ def make_matrix(
         seed - 2**64 if seed >= 2**63 else seed,
         whole_pages(p_bytes),
         n_first,
+        threads,
     )

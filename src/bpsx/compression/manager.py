@@ -287,7 +287,8 @@ class Compressing:
     ) -> Tensor:
         """Return the core's tensor for a name whose factors have the places ``parts``."""
         self._core.open_pool(self._config.compress_threads)
-        made = make_matrix(used, name, dtype, shape, [length for *_, length in parts])
+        lengths = [length for *_, length in parts]
+        made = make_matrix(used, name, dtype, shape, lengths, self._config.compress_threads)
         p_bytes, _ = factor_bytes(used, dtype, shape)
         aside = made.q_offset - p_bytes  # Q begins with a page
         placed = [

@@ -226,6 +226,7 @@ cdef struct Matrix:
     uint8_t state               # set by move_matrix
     bint broken                 # the summed Q is not finite
     Partition *hands            # what stands in the pool's heap for threads that take pieces
+    uint32_t n_hands
     uint32_t working            # of these, those that have not come back
     int64_t pieces              # of the present work
     int64_t next_piece          # atomic

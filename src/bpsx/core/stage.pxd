@@ -212,7 +212,7 @@ cdef inline void begin_work(Core *c, Tensor *tensor, int state) noexcept nogil:
     cdef uint32_t i
     move_matrix(m, state)
     m.pieces, m.next_piece = pieces_of(m, state), 0
-    m.working = <uint32_t>min(<int64_t>c.pool.n_threads, m.pieces)
+    m.working = <uint32_t>min(<int64_t>m.n_hands, m.pieces)
     m.began_ns = now_ns() if tensor.trace.recorded else 0
     for i in range(m.working):
         m.hands[i].priority = tensor.current.priority

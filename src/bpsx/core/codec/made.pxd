@@ -95,7 +95,8 @@ cdef inline Matrix *matrix_new(Tensor *tensor, made) except NULL:
     m.q_offset, m.n_first = made.q_offset, made.n_first
     both = m.q_offset + q_bytes(m)
     m.q, m.shares, m.sums = pages(q_bytes(m)), pages(both), pages(both)
-    m.hands = <Partition *>calloc(MAX_THREADS, sizeof(Partition))
+    m.n_hands = max(1, min(<int>made.threads, MAX_THREADS))
+    m.hands = <Partition *>calloc(m.n_hands, sizeof(Partition))
     if m.feedback:
         m.residual = <char *>calloc(1, residual_bytes(m))
     if (
@@ -104,7 +105,7 @@ cdef inline Matrix *matrix_new(Tensor *tensor, made) except NULL:
     ):
         matrix_free(m)
         raise MemoryError(f"no memory for the factors of {made.nbytes} bytes")
-    for i in range(MAX_THREADS):
+    for i in range(m.n_hands):
         m.hands[i].tensor = tensor
     draw_first(m)
     return m
