@@ -243,6 +243,27 @@ def test_a_worker_that_reaches_no_server_says_so(
     assert lanes.take_suspects() == suspects and lanes.verdict() != ""
 
 
+def test_a_worker_that_reaches_another_server_again_blames_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was not sure before, as no other connection worked."""
+    endpoint, now = Endpoint(), [0.0]
+    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
+    lanes = two_servers(endpoint, wait=10.0)
+    endpoint.broken = [0, 2]
+    lanes.take_broken()
+    now[0] += VERDICT_SECONDS
+    assert lanes.take_suspects() == [(0, True), (1, True)]
+    lanes.lose([2, 3], TEXT)
+    lanes.add(4, "server 2", ["h:4"])
+    assert lanes.take_suspects() == [], "this worker has not connected to it yet"
+    lanes.have_come([4])
+    assert lanes.take_suspects() == [(0, False)] and lanes.take_suspects() == []
+    endpoint.broken = [4]
+    lanes.take_broken()
+    assert lanes.take_suspects() == [], "the scheduler has heard more than that"
+
+
 def test_a_job_that_may_go_on_waits_for_silence_to_be_noticed() -> None:
     """The scheduler's own silence, which may begin just before it would notice the server's."""
     times = {"heartbeat_interval": 4.0, "heartbeat_timeout": 10.0}

@@ -47,7 +47,9 @@ class Lanes:
         # why it could not.
         self._coming: set[int] = set()
         self._failures: dict[int, str] = {}
-        self._reported: set[int] = set()  # servers that the scheduler has heard of as broken
+        # Servers of which the scheduler has heard that they are broken, and whether no other could
+        # be reached then.
+        self._reported: dict[int, bool] = {}
 
     @property
     def servers(self) -> list[int]:
@@ -160,7 +162,8 @@ class Lanes:
     def take_suspects(self) -> list[tuple[int, bool]]:
         """The servers, each once, whose end the scheduler should have explained.
 
-        With each, whether no other connection works: this worker itself is to blame, perhaps.
+        With each, whether no other connection works: this worker itself is to blame, perhaps. If
+        another server has joined since then, the server is returned once more.
         """
         now, of = self._clock.now(), self.servers
         ended = {of[lane] for lane in self.broken if lane >= 0}
@@ -171,9 +174,14 @@ class Lanes:
         late = {
             of[lane] for lane, (since, _) in self.broken.items() if now - since >= VERDICT_SECONDS
         }
-        late -= self._reported
-        self._reported |= late
-        return [(server, not others) for server in sorted(late)]
+        alone = not others
+        news = [
+            server
+            for server in sorted(late)
+            if server not in self._reported or (self._reported[server] and not alone)
+        ]
+        self._reported.update(dict.fromkeys(news, alone))
+        return [(server, alone) for server in news]
 
     def verdict(self) -> str:
         """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
