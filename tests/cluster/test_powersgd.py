@@ -88,7 +88,7 @@ def environment(out: Path, begin: int = 0, end: int = STEPS, **more: str) -> dic
 
 
 def bits(reports: list[list[Any]]) -> list[list[Any]]:
-    """What workers report of results and state, without progress and bytes."""
+    """The workers' reports without their last one and those of steps: results and state."""
     return [[one for one in report[:-1] if "step" not in one] for report in reports]
 
 

@@ -121,6 +121,14 @@ def said() -> Iterator[list[tuple[int, str]]]:
         logger.setLevel(level)
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by which lanes and servers wait, in a list of one number that the test sets."""
+    times = [0.0]
+    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: times[0])
+    return times
+
+
 def two_servers(endpoint: Endpoint, wait: float = 0.0) -> Lanes:
     """Four lanes of two servers, with a verdict ``wait`` seconds after a connection has broken."""
     addresses = [(lane // 2, f"h:{lane}") for lane in range(4)]
@@ -185,11 +193,8 @@ def test_a_lane_that_stays_broken_is_noted_once() -> None:
     assert lanes.verdict() == ""
 
 
-def test_a_server_is_suspected_once_if_others_can_be_reached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    endpoint, now = Endpoint(), [0.0]
-    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
+def test_a_server_is_suspected_once_if_others_can_be_reached(now: list[float]) -> None:
+    endpoint = Endpoint()
     lanes = two_servers(endpoint, wait=10.0)
     endpoint.broken = [3]
     lanes.take_broken()
@@ -207,12 +212,9 @@ def test_a_server_is_suspected_once_if_others_can_be_reached(
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
-def test_time_in_which_this_process_was_stopped_does_not_count(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_in_which_this_process_was_stopped_does_not_count(role: str, now: list[float]) -> None:
     """The scheduler may have been silent, too, and this process could not notice it."""
-    endpoint, now = Endpoint(), [0.0]
-    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
+    endpoint = Endpoint()
     lanes = two_servers(endpoint, wait=5.0)
     workers = Broken([endpoint], {0: "worker 0"}, 1, 5.0)  # type: ignore[list-item]
     verdict = lanes.verdict if role == "worker" else workers.verdict
@@ -229,10 +231,9 @@ def test_time_in_which_this_process_was_stopped_does_not_count(
 
 @pytest.mark.parametrize(("broken", "suspects"), [([0, 2], [(0, True), (1, True)]), ([-1], [])])
 def test_a_worker_that_reaches_no_server_says_so(
-    broken: list[int], suspects: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+    broken: list[int], suspects: list[tuple[int, bool]], now: list[float]
 ) -> None:
-    endpoint, now = Endpoint(), [0.0]
-    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
+    endpoint = Endpoint()
     lanes = two_servers(endpoint, wait=VERDICT_SECONDS)
     endpoint.broken = broken
     lanes.take_broken()
@@ -243,12 +244,9 @@ def test_a_worker_that_reaches_no_server_says_so(
     assert lanes.take_suspects() == suspects and lanes.verdict() != ""
 
 
-def test_a_worker_that_reaches_another_server_again_blames_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_reaches_another_server_again_blames_the_first(now: list[float]) -> None:
     """It was not sure before, as no other connection worked."""
-    endpoint, now = Endpoint(), [0.0]
-    monkeypatch.setattr("bpsx.system.awake.time.monotonic", lambda: now[0])
+    endpoint = Endpoint()
     lanes = two_servers(endpoint, wait=10.0)
     endpoint.broken = [0, 2]
     lanes.take_broken()

@@ -188,7 +188,7 @@ cdef struct Partition:
     Kept *kept                  # NULL: no outcome has been kept so far
     Backup *backup              # NULL: not compressed, or nothing has arrived so far
 
-# What a matrix is doing, or waiting for; core/transitions.pxd has the table.
+# State of a matrix; core/transitions.pxd has the table.
 cdef enum MatrixState:
     IDLE = 0
     PROJECTING = 1              # threads make this worker's P = M Q
