@@ -134,7 +134,8 @@ def test_top_metrics_and_timelines_of_a_job_whose_workers_change(tmp_path):
     assert 0 < found["bpsx_last_recovery_seconds"][1][scheduler] < 5
     assert re.search(r"running, 3 workers \(4 at the beginning\), 1 server", text), text
     for line in (
-        r"term \d+: 1 worker lost; 1 worker left; 1 worker joined; \d+ bytes pushed again",
+        # No worker pushes again if the server had answered all when worker 2 was killed.
+        r"term \d+: 1 worker lost; 1 worker left; 1 worker joined(; [1-9]\d* bytes pushed again)?",
         rf" +\d+ +\d+ +\d\.\d+ +0  left: worker 3 \(127.0.0.1, pid {pids[3]}\), SIGTERM",
         rf" +\d+ +\d+ +\d\.\d+ +\d+  lost: worker 2 \(127.0.0.1, pid {pids[2]}\), its .*",
         rf" +\d+ +\d+ +\d\.\d+ +0  joined: worker 2 \(127.0.0.1, pid {pids[4]}\)",
