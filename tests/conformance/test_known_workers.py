@@ -23,18 +23,17 @@ class Meeting:
     """A lane and workers; ``visit``: see ``join`` in ``transports/base.py``."""
 
     def __init__(self, kind: str, visit: int) -> None:
-        self._make, host = KINDS[kind]
-        self._visit = visit
-        self.lane = self._make()
+        self._kind, self._visit = KINDS[kind], visit
+        self.lane = self._kind.lane()
         self.lane.join(77, 0)
-        self._address = self.lane.bind(host)
+        self._address = self.lane.bind(self._kind.host)
         self.descriptor = self.lane.watch()
         self.s = DataPlane(self.lane)
         self.workers: dict[int, Any] = {}
 
     def enter(self, rank: int) -> DataPlane:
         """Return a new worker's data plane. The lane has got its first message, and one more."""
-        worker = self.workers[rank] = self._make()
+        worker = self.workers[rank] = self._kind.worker()
         worker.join(77, rank, self._visit)
         worker.connect(0, self._address)
         w = DataPlane(worker)

@@ -22,6 +22,7 @@ from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from bpsx.transports.shm.endpoint import SharedEndpoint
 from bpsx.transports.sockets import listener
 from bpsx.transports.tcp.endpoint import TcpEndpoint
+from bpsx.transports.threaded.endpoint import ThreadedEndpoint
 from bpsx.transports.zeromq import auth
 from bpsx.transports.zeromq.endpoint import ZeroMQEndpoint
 from support.dataplane import DataPlane
@@ -58,10 +59,17 @@ def shared_endpoint(
     return SharedEndpoint(inner(**more), secret=more.get("secret", b""))
 
 
+def threaded_endpoint(inner: Callable[..., object] = tcp_endpoint) -> ThreadedEndpoint:
+    return ThreadedEndpoint([inner() for _ in range(3)], spin_us=50)
+
+
 def network_pair(
-    make: Callable[..., object], host: str = "127.0.0.1", **more: object
+    make: Callable[..., object],
+    host: str = "127.0.0.1",
+    make_lane: Callable[..., object] | None = None,
+    **more: object,
 ) -> tuple[object, object]:
-    worker, lane = make(**more), make(**more)
+    worker, lane = make(**more), (make_lane or make)(**more)
     lane.join(77, 0)
     worker.join(77, 5)
     worker.connect(0, lane.bind(host))
@@ -93,6 +101,11 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
         lambda **more: SharedEndpoint(rdma_endpoint(**more), slots=0)
     ),
     "shared-tcp": lambda: network_pair(functools.partial(shared_endpoint, tcp_endpoint)),
+    "threaded-tcp": lambda: network_pair(threaded_endpoint, make_lane=tcp_endpoint),
+    "threaded-shared-tcp": lambda: network_pair(
+        functools.partial(threaded_endpoint, functools.partial(shared_endpoint, tcp_endpoint)),
+        make_lane=functools.partial(shared_endpoint, tcp_endpoint),
+    ),
 }
 
 if "CONFORMANCE_OF" in os.environ:

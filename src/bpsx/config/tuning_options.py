@@ -157,6 +157,18 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         TUNING,
     ),
     Option(
+        "io_threads",
+        "BPSX_IO_THREADS",
+        integer(0, 64),
+        0,
+        "0..64",
+        "I/O threads of a worker over tcp, for links that one core cannot fill. Each reads and"
+        " writes a share of the connections, those through shared memory included. 0: the thread"
+        " that waits for the sums does it itself. ZeroMQ has threads of its own:"
+        " BYTEPS_ZMQ_NTHREADS.",
+        TUNING,
+    ),
+    Option(
         "send_buffer",
         "BPSX_SEND_BUFFER_KB",
         zero_or(64, 2**20),

@@ -71,11 +71,23 @@ def _own_options(name: str, config: Config) -> dict[str, Any]:
 def open_endpoint(config: Config) -> Endpoint:
     """Open an endpoint of the transport that ``config`` names.
 
-    With ``config.ipc``, the endpoint uses shared memory for peers on the same machine.
+    With ``config.ipc``, the endpoint uses shared memory for peers on the same machine. A worker's
+    over TCP has ``config.io_threads``.
 
     Raises :class:`~bpsx.errors.TransportError`, which lists the transports, if there is none of
     that name.
     """
+    tcp = TRANSPORT_NAMES[config.transport] == "tcp"
+    if not (tcp and config.role == "worker" and config.io_threads):
+        return _open_one(config)
+    endpoint: Endpoint = import_module("bpsx.transports.threaded.endpoint").ThreadedEndpoint(
+        [_open_one(config) for _ in range(config.io_threads)], spin_us=config.spin_us
+    )
+    return endpoint
+
+
+def _open_one(config: Config) -> Endpoint:
+    """Open an endpoint that the calling thread drives."""
     name = TRANSPORT_NAMES[config.transport]
     if name not in _TABLE:
         raise TransportError(

@@ -1,0 +1,95 @@
+"""Jobs whose workers read and write their TCP connections on several I/O threads."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from cluster.test_server_deaths import _TRAINING, CUT, SIZES, undisturbed
+from support.jobs import Gates, Job, run
+
+#: Over the network, and through shared memory.
+WAYS = {"tcp": "0", "shared": "1"}
+_SUMS = """
+    import bpsx, threading, numpy as np
+
+    bpsx.init()
+    names = sorted(t.name for t in threading.enumerate() if t.name.startswith("bpsx-io-"))
+    assert names == [f"bpsx-io-{i}" for i in range(3)], names
+    sizes = [1, 7, 5_000, 9_000, 40_000, 300_000, 1_000_000]
+    for step in range(20):
+        begun = []
+        for i in range(28):
+            n, priority = sizes[i % 7], i * (-1) ** step
+            values = np.arange(n, dtype=np.int64) * (bpsx.rank() + 1) + step
+            begun.append((n, bpsx.push_pull_async(
+                values, name=f"t{i}", average=False, priority=priority
+            )))
+        for n, handle in begun:
+            all_ranks = bpsx.size() * (bpsx.size() + 1) // 2
+            want = np.arange(n, dtype=np.int64) * all_ranks + step * bpsx.size()
+            assert (bpsx.synchronize(handle) == want).all(), (step, n)
+    assert bpsx.push_pull(np.ones(3, np.float32), name="last", average=False).tolist() == [3.0] * 3
+    bpsx.shutdown()
+    assert not [t for t in threading.enumerate() if t.name.startswith("bpsx-")]
+"""
+
+
+def _env(way: str, threads: int) -> dict[str, str]:
+    return {
+        "DMLC_ENABLE_RDMA": "tcp",
+        "BYTEPS_ENABLE_IPC": WAYS[way],
+        "BPSX_IO_THREADS": str(threads),
+        "BYTEPS_SERVER_ENGINE_THREAD": "2",
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_sums_of_all_sizes_at_once(way):
+    run(_SUMS, workers=3, servers=2, env={**_env(way, 3), **CUT})
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_those_of_an_undisturbed_job_when_servers_die(tmp_path, way, threads):
+    """Two of three servers are killed, one after the other, in the middle of a step.
+
+    The last step begins when both are dead.
+    """
+    steps, seed = 30, random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    gates = Gates(tmp_path)
+    gates.close(29)
+    env = {**_env(way, threads), **CUT, **gates.env}
+    env |= {"BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers"}
+    source = _TRAINING.format(sizes=SIZES, steps=steps)
+    with Job(source, workers=3, servers=3, env=env) as job:
+        for server, step in zip(rng.sample(job.servers, 2), (5, 15)):
+            job.workers[rng.randrange(3)].wait_for_line(str(step))
+            server.signal(signal.SIGKILL)
+            server.wait()
+        gates.open(29)
+        for worker in job.workers:
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports()[-1] == undisturbed(3, steps)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_that_fails_ends_its_job(way):
+    source = """
+        import bpsx, numpy as np
+
+        bpsx.init()
+        begun = [bpsx.push_pull_async(np.ones(300_000), name=f"t{i}") for i in range(20)]
+        if bpsx.rank() == 1:
+            raise RuntimeError("on purpose")
+        for handle in begun:
+            bpsx.synchronize(handle)
+        bpsx.push_pull(np.ones(3), name="needs both")
+    """
+    with Job(source, workers=2, servers=1, env=_env(way, 2)) as job:
+        assert job.workers[1].wait() == 1 and "on purpose" in job.workers[1].text()
+        assert job.workers[0].wait() == 1 and "worker 1" in job.workers[0].text()
