@@ -213,8 +213,11 @@ class Process:
     def say(self, line: str) -> None:
         """Write a line to the process's standard input."""
         assert self.popen.stdin is not None
-        self.popen.stdin.write(line + "\n")
-        self.popen.stdin.flush()
+        try:
+            self.popen.stdin.write(line + "\n")
+            self.popen.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"{self.name} has ended before:\n{self.text()}") from None
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
