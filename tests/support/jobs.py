@@ -217,7 +217,7 @@ class Process:
             self.popen.stdin.write(line + "\n")
             self.popen.stdin.flush()
         except BrokenPipeError:
-            raise AssertionError(f"{self.name} has ended before:\n{self.text()}") from None
+            raise BrokenPipeError(f"{self.name} has ended before:\n{self.text()}") from None
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
