@@ -121,6 +121,8 @@ bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
         ],
         2,
         1,
+        # A busy machine may need long to import MXNet in the other worker.
+        BPSX_SHUTDOWN_TIMEOUT="60",
     )
     assert status == 1 and len(re.findall(UNHEARD, output)) == 2, output[-2000:]
     assert output.count("alone [1.0, 1.0, 1.0]") == (2 if later else 0), output[-2000:]
