@@ -125,7 +125,7 @@ def test_all_that_live_have_the_same_weights_in_each_step(transport):
         )
         ends = [w for w in chaos.living if w.reports() and w.wait() == 0]
         assert job.scheduler is not None and job.scheduler.wait() == 0, story
-        # A worker that comes when the others are done is told so, if there is still a scheduler.
+        # The scheduler refuses a worker that starts after the end, unless it has ended, too.
         late = [w for w in chaos.living if w not in ends and chaos.came_too_late(w)]
         ends += [w for w in chaos.living if w not in ends + late and w.wait() == 0]
         assert len(ends + late) == len(chaos.living), story

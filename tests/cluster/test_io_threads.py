@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import signal
-
 import pytest
 
-from cluster.test_server_deaths import _TRAINING, CUT, SIZES, undisturbed
-from support.jobs import Gates, Job, run
+from cluster.test_server_deaths import CUT, lose_two_servers
+from support.jobs import Job, run
 
 #: Over the network, and through shared memory.
 WAYS = {"tcp": "0", "shared": "1"}
@@ -54,27 +51,7 @@ def test_many_sums_of_all_sizes_at_once(way):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_those_of_an_undisturbed_job_when_servers_die(tmp_path, way, threads):
-    """Two of three servers are killed, one after the other, in the middle of a step.
-
-    The last step begins when both are dead.
-    """
-    steps, seed = 30, random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    gates = Gates(tmp_path)
-    gates.close(29)
-    env = {**_env(way, threads), **CUT, **gates.env}
-    env |= {"BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers"}
-    source = _TRAINING.format(sizes=SIZES, steps=steps)
-    with Job(source, workers=3, servers=3, env=env) as job:
-        for server, step in zip(rng.sample(job.servers, 2), (5, 15)):
-            job.workers[rng.randrange(3)].wait_for_line(str(step))
-            server.signal(signal.SIGKILL)
-            server.wait()
-        gates.open(29)
-        for worker in job.workers:
-            assert worker.wait() == 0, worker.text()
-            assert worker.reports()[-1] == undisturbed(3, steps)
+    lose_two_servers(tmp_path, 3, _env(way, threads))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -182,12 +182,17 @@ cdef inline Command *take_commands(Part *part) noexcept nogil:
     return found
 
 
+cdef inline void end_command(Command *c) noexcept nogil:
+    """Run the done callbacks of a message that is not sent."""
+    end_memory(c.head, c.head_done, c.head_hint, c.body, c.body_done, c.body_hint)
+
+
 cdef inline void carry_out(Part *part, Command *c) noexcept nogil:
     if c.drops:
         part.inner.drop(part.inner.self, c.peer)
     elif status_of(part.whole, c.peer) == DROPPED:
         # The core may have given the memory back to its owner already.
-        end_memory(c.head, c.head_done, c.head_hint, c.body, c.body_done, c.body_hint)
+        end_command(c)
     elif part.inner.send(
         part.inner.self, c.peer, c.head, c.head_size, c.head_done, c.head_hint, c.body,
         c.body_size, c.body_done, c.body_hint, &c.landing if c.lands else NULL
@@ -216,7 +221,7 @@ cdef inline void forget_commands(Part *part) noexcept nogil:
     while c != NULL:
         following = c.next
         if not c.drops:
-            end_memory(c.head, c.head_done, c.head_hint, c.body, c.body_done, c.body_hint)
+            end_command(c)
         free(c)
         c = following
 
