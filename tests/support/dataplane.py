@@ -85,6 +85,7 @@ class DataPlane:
         self.capsule = endpoint.abi()
         self.table = Table.from_address(get(self.capsule, b"bpsx.Endpoint"))
         self.done: list[int] = []
+        self.dropped: set[int] = set()
         self._kept: list[Any] = []
         self.other: DataPlane | None = None  # the other end, if only this object drives it
         _alive.append(self)
@@ -194,6 +195,7 @@ class DataPlane:
 
     def drop(self, peer: int) -> None:
         """End the connection to ``peer``."""
+        self.dropped.add(peer)
         self.table.drop(self.table.self, peer)
 
     def forget(self) -> None:
