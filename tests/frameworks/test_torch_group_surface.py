@@ -161,6 +161,45 @@ def job_profiled_push_pulls() -> Any:
     return [e.name for e in seen.events()]
 
 
+def job_profiles_that_end_first() -> Any:
+    """Stop profiles while a collective and a push_pull wait for the other worker."""
+    group: Any = dist.new_group(backend="gloo")
+    gradient = torch.nn.Linear(3, 3)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(gradient.parameters(), 0.1), gradient.named_parameters()
+    )
+    counts = []
+    for i in range(40):
+        if dist.get_rank() == i % 2:
+            dist.barrier(group=group)  # the other has stopped its profile
+        with profile() as seen:
+            works = [dist.all_reduce(torch.ones(9), async_op=True)]
+            handle = bps.push_pull_async(torch.ones(5), name="late")
+            gradient(torch.ones(1, 3)).sum().backward()
+        if dist.get_rank() != i % 2:
+            dist.barrier(group=group)
+        works[0].wait()
+        bps.synchronize(handle)
+        optimizer.step()
+        optimizer.zero_grad()
+        # PyTorch would write ends into the memory of these events if they were open.
+        spans = {e.name: e.time_range.elapsed_us() for e in seen.events()}
+        counts.append([n for n in spans if n.startswith("bpsx:") and spans[n] > 0])
+    return counts
+
+
+def test_profiles_may_end_before_their_collectives(tmp_path: Path) -> None:
+    finished = run_job(
+        __file__, ["job_surface", "job_profiles_that_end_first"], tmp_path, workers=2
+    )
+    assert sorted(finished.results) == [0, 1], finished.output[-4000:]
+    for result in finished.results.values():
+        for names in result["job_profiles_that_end_first"]:
+            assert {"bpsx:all_reduce", "bpsx:push_pull late", "bpsx:push_pull Gradient.bias"} <= {
+                *names
+            }
+
+
 def test_push_pulls_are_seen_by_the_profiler(tmp_path: Path) -> None:
     finished = run_job(__file__, ["job_profiled_push_pulls"], tmp_path, workers=2)
     assert sorted(finished.results) == [0, 1], finished.output[-4000:]
