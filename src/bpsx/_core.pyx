@@ -219,11 +219,15 @@ cdef class Core:
         self.thread = threading.Thread(target=self._run, name="bpsx-core", daemon=True)
         self.thread.start()
 
-    def open_pool(self, int threads) -> None:
+    def open_pool(self, int threads, uint64_t copies_from=0) -> None:
         """Start the threads that compress. Idempotent.
 
-        Call before the first tensor that is compressed.
+        Call before the first tensor that is compressed. ``copies_from``: the threads also copy
+        answers of at least so many bytes, 0: none. The values of an asynchronous job are copied
+        where they arrive. Call before :meth:`start` for that.
         """
+        if not self.c.settings.asynchronous:
+            self.c.settings.copies_from = max(self.c.settings.copies_from, copies_from)
         if self.c.pool != NULL:
             return
         self.c.pool = new_pool(threads)

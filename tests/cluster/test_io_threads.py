@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cluster.test_server_deaths import CUT, lose_two_servers
+from cluster.test_tracing import counted, tracing
 from support.jobs import Job, run
+from support.traces import load
 
 #: Over the network, and through shared memory.
 WAYS = {"tcp": "0", "shared": "1"}
@@ -43,9 +45,37 @@ def _env(way: str, threads: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize("cut", [CUT, {}], ids=["small partitions", "large"])
 @pytest.mark.parametrize("way", WAYS)
-def test_many_sums_of_all_sizes_at_once(way):
-    run(_SUMS, workers=3, servers=2, env={**_env(way, 3), **CUT})
+def test_many_sums_of_all_sizes_at_once(way, cut):
+    run(_SUMS, workers=3, servers=2, env={**_env(way, 3), **cut})
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_threads_of_the_pool_copy_large_sums(tmp_path, processes):
+    source = """
+        import bpsx, numpy as np
+
+        bpsx.init()
+        for step in range(1, 4):
+            for n in (1_000_000, 10):
+                values = np.full(n, step, np.float32)
+                total = bpsx.push_pull(values, name=f"t{n}", average=False)
+                assert (total == step * bpsx.size()).all()
+        bpsx.shutdown()
+    """
+    shown = {"BYTEPS_DEBUG_SAMPLE_TENSOR": "0", "BYTEPS_LOG_LEVEL": "debug"}
+    traced = tracing(tmp_path, workers=4, **shown, **_env("tcp", 2))
+    with Job(source, servers=1, processes=processes, **traced) as job:
+        job.results()
+    root = job.workers[processes - 1]
+    # Two partitions of the large tensor, one of the small one, which the driver copies.
+    sent = {"PUSH": 9, "PULL": 9, "COPY": 6}
+    (trace,) = (tmp_path / f"worker-{processes - 1}").rglob("comm.json")
+    found = counted(load(trace))
+    assert {stage: found[stage] for stage in sent} == sent, found
+    for stage in ("PULL", "COPY"):
+        assert f"step 3 {stage}: 524288 elements, first 12, last 12" in root.text()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

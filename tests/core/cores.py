@@ -123,7 +123,11 @@ class Rig:
             len(content),
             content,
         )
-        self.endpoint.inject(lane, w.pack(r._replace(**changes)))
+        r = r._replace(**changes)
+        if len(r.body or b"") <= 32768:
+            self.endpoint.inject(lane, w.pack(r))
+        else:
+            self.endpoint.inject(lane, w.pack(r._replace(flags=r.flags & ~w.INLINE)), r.body)
 
     def close(self) -> None:
         self.core.close()

@@ -21,8 +21,8 @@ MOVES = [(0, [(1, 100), (2, 200)])]
 class Elastic(Rig):
     """A core with three lanes, and a tensor on lane 0."""
 
-    def __init__(self, nbytes: int = 16, **more: bool | int) -> None:
-        super().__init__(lanes=3, elastic=True, **more)
+    def __init__(self, nbytes: int = 16, *, elastic: bool = True, **more: bool | int) -> None:
+        super().__init__(lanes=3, elastic=elastic, **more)
         self.nbytes = nbytes
         self.x = self.tensor("x", nbytes)
         self.slot, self.unread = self._key, [[] for _ in self.lanes]

@@ -45,7 +45,9 @@ class RandomJob:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.rig = Rig(lanes=2, servers=2, credit=rng.choice([0, 100_000]))
+        self.rig = Rig(lanes=2, servers=2, credit=rng.choice([0, 100_000]), start=False)
+        self.rig.core.open_pool(2, copies_from=rng.choice([0, BIG]))
+        self.rig.core.start()
         self.tensors = [
             self.rig.tensor(f"t{i}", *rng.choices([64, 4096, BIG], k=rng.randint(1, 3)), lane=i % 2)
             for i in range(4)
@@ -130,7 +132,13 @@ def test_a_worker_makes_only_the_transitions_of_the_tables(
         jobs += 1
     for machine in ("task", "partition", "matrix"):
         assert not counted_core.seen(machine, listed=False)
-    assert {("END", "PUSH"), ("PUSH", "PULL"), ("PULL", "END")} <= counted_core.seen("partition")
+    assert {
+        ("END", "PUSH"),
+        ("PUSH", "PULL"),
+        ("PULL", "END"),
+        ("PULL", "COPY"),
+        ("COPY", "END"),
+    } <= counted_core.seen("partition")
     assert counted_core.seen("task") == wanted
     # Threads may be too quick for a failure to come between two of these.
     assert of_matrix - counted_core.seen("matrix") <= {

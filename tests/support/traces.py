@@ -22,6 +22,7 @@ STAGES = {
     "COPYH2D",
     "COORDINATE_BROADCAST",
     "BROADCAST",
+    "COPY",
 }
 SERVER = {"RECEIVE", "SUM", "SEND", "ROUND"}
 

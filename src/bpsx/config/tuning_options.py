@@ -163,9 +163,9 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         0,
         "0..64",
         "I/O threads of a worker over tcp, for links that one core cannot fill. Each reads and"
-        " writes a share of the connections, those through shared memory included. 0: the thread"
-        " that waits for the sums does it itself. ZeroMQ has threads of its own:"
-        " BYTEPS_ZMQ_NTHREADS.",
+        " writes a share of the connections, those through shared memory included. The threads of"
+        " BYTEPS_THREADPOOL_SIZE then copy large sums. 0: the thread that waits for the sums does"
+        " all of it itself. ZeroMQ has threads of its own: BYTEPS_ZMQ_NTHREADS.",
         TUNING,
     ),
     Option(
@@ -216,7 +216,8 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         integer(1, 64),
         _default_compressors,
         "1..64",
-        "Threads of a worker that compress. Default: half of the cores, 1 to 4.",
+        "Threads of a worker that compress, and that copy sums beside BPSX_IO_THREADS. Default:"
+        " half of the cores, 1 to 4.",
         TUNING,
     ),
     Option(

@@ -8,7 +8,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from bpsx.core.groups cimport is_complete, mark_ready, take_ready, unmark_ready
-from bpsx.core.keep cimport forget_kept, note_arrival
+from bpsx.core.keep cimport forget_kept, note_arrival, pool_copies
 from bpsx.core.logs cimport note_no_sum, note_sum
 from bpsx.core.partition cimport (
     SUMMING_P, CommitGroup, Kept, Partition, SumNumbers, Task, Tensor, wire_of,
@@ -51,9 +51,14 @@ cdef inline void deliver(Core *c, Partition *p) noexcept nogil:
         return
     if p.packed != NULL:
         use_packed(c, p, &kept.numbers, kept.body, kept.length)
+    elif kept.in_message and pool_copies(c, p, &kept.message, kept.body):
+        kept.uncopied = True
     elif kept.length and kept.body != p.target:
         copy_nontemporal(p.target, kept.body, kept.length)
-    if kept.length > LEAST_ACKNOWLEDGED and not note_arrival(&c.lanes.at[p.lane], p):
+    if (
+        kept.length > LEAST_ACKNOWLEDGED and not kept.uncopied
+        and not note_arrival(&c.lanes.at[p.lane], p)
+    ):
         fail_core(c, E_MEMORY)
     advance(c, p)
 

@@ -8,7 +8,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from bpsx.core.partition cimport Kept, Lane, Partition
+from bpsx.core.partition cimport COPY, Kept, Lane, Partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_LEFT, E_PROTOCOL
 from bpsx.core.values cimport is_newer, keep_applied
@@ -49,6 +49,7 @@ cdef inline Kept *begin_keeping(Core *c, Partition *p) noexcept nogil:
     p.kept.outcome.status, p.kept.outcome.a, p.kept.outcome.b = DONE, 0, 0
     p.kept.round = p.round - p.joined_at
     p.kept.length, p.kept.body = 0, NULL
+    p.kept.uncopied = p.kept.settled = False
     return p.kept
 
 
@@ -90,20 +91,58 @@ cdef inline bint acknowledges_at_once(Core *c) noexcept nogil:
     return not c.settings.shrinks and not c.settings.asynchronous
 
 
+cdef inline bint pool_copies(Core *c, Partition *p, Message *m, const char *body) noexcept nogil:
+    """Whether a thread of the pool copies an answer: the message stays until then."""
+    return (
+        0 < c.settings.copies_from <= p.length and p.packed == NULL and body != p.target
+        and c.endpoint.keeps and m.has_body and body == m.body
+    )
+
+
+cdef inline bint is_uncopied(Partition *p) noexcept nogil:
+    """Whether the kept answer still has to be copied."""
+    return p.kept != NULL and p.kept.held and p.kept.uncopied
+
+
+cdef inline bint end_copy(Core *c, Partition *p) noexcept nogil:
+    """A thread has copied the answer: acknowledge it, or forget it if nobody needs it any more.
+
+    False: no memory.
+    """
+    cdef Kept *kept = p.kept
+    cdef uint32_t peer = kept.message.peer
+    kept.uncopied = False
+    # All workers may have joined meanwhile.
+    if not c.settings.elastic or kept.settled or kept.round != p.round - p.joined_at:
+        forget_kept(c, p)
+    elif p.lane == peer and not c.lanes.at[peer].lost:
+        if not note_arrival(&c.lanes.at[peer], p):
+            return False
+        send_acks(c, peer)
+    return True
+
+
 cdef inline bint keep_result(
-    Core *c, Partition *p, Message *m, char *body, uint64_t length, bint *taken
+    Core *c, Partition *p, Message *m, char *body, uint64_t length, bint uncopied, bint *taken
 ) noexcept nogil:
-    """Keep a result. *taken: the message `m` now belongs to the partition. False: no memory."""
+    """Keep a result. *taken: the message `m` now belongs to the partition. False: no memory.
+
+    ``uncopied``: a thread of the pool is to copy it from there, and then it is acknowledged.
+    """
     cdef Kept *kept
-    if not c.settings.elastic or c.settings.asynchronous and not is_newer(c, p):
+    if not uncopied and (
+        not c.settings.elastic or c.settings.asynchronous and not is_newer(c, p)
+    ):
         return True
     kept = begin_keeping(c, p)
     if kept == NULL or c.settings.asynchronous and not keep_applied(c, kept):
         return False
     kept.length = length
     c.counters.kept += length
-    if length > LEAST_ACKNOWLEDGED and acknowledges_at_once(c) and not note_arrival(
-        &c.lanes.at[p.lane], p
+    kept.uncopied = uncopied
+    if (
+        length > LEAST_ACKNOWLEDGED and acknowledges_at_once(c) and not uncopied
+        and not note_arrival(&c.lanes.at[p.lane], p)
     ):
         return False
     if c.endpoint.keeps and m.has_body and body == m.body and length:
@@ -199,5 +238,8 @@ cdef inline int take_settled(
         p = c.table.at[item.which]
         # A later round's outcome may have replaced it.
         if p.lane == peer and p.kept != NULL and p.kept.round == item.round:
-            forget_kept(c, p)
+            if p.stage == COPY:
+                p.kept.settled = True
+            else:
+                forget_kept(c, p)
     return 0

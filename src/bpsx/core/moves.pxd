@@ -13,7 +13,7 @@ from bpsx.core.keep cimport forget_kept
 from bpsx.core.late cimport count_living, end_lane
 from bpsx.core.logs cimport describe, divisor_of, has_backup, note_lost_worker
 from bpsx.core.partition cimport (
-    END, PULL, PUSH, Kept, Lane, LogEntry, Move, Partition, Snapshot, Term, wire_of,
+    COPY, END, PULL, PUSH, Kept, Lane, LogEntry, Move, Partition, Snapshot, Term, wire_of,
 )
 from bpsx.core.queue cimport heap_push
 from bpsx.core.send cimport push_bytes, put_register, register_size
@@ -359,7 +359,8 @@ cdef inline void forget_rounds(Core *c) noexcept nogil:
     for i in range(c.table.n if not c.settings.asynchronous else 0):
         # A root may still hand a result to its machine's other processes.
         c.table.at[i].joined_at += received(c.table.at[i])
-        forget_kept(c, c.table.at[i])
+        if c.table.at[i].stage != COPY:
+            forget_kept(c, c.table.at[i])
     for i in range(c.lanes.n):
         c.lanes.at[i].n_acks, c.lanes.at[i].acks_bytes = 0, 0
 

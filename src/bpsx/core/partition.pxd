@@ -34,6 +34,7 @@ cdef enum Stage:
     COORDINATE_BROADCAST = 11   # waits for the root's post that the result is ready
     # copy the result to the output; the root first posts it to the other processes
     BROADCAST = 12
+    COPY = 13                   # a thread copies the answer to the output, or to where it goes on
 
 cdef struct Outcome:            # how a tensor, a task or a round ended
     int status                  # DONE or 0, or an error
@@ -113,6 +114,8 @@ cdef struct Kept:
     uint32_t *applied
     bint in_message
     Message message             # the answer's message, if `in_message`
+    bint uncopied               # COPY has yet to copy `body`, in `message`, to Partition.target
+    bint settled                # ... and then it is not needed any more
     # else a copy; unless it is to be acknowledged, this has room for any that is not
     char *memory
 
@@ -147,7 +150,7 @@ cdef struct Backup:
     uint64_t logged             # bytes of the entries' bodies
 
 cdef struct Coding:             # what a pool's thread tells the driver
-    int status                  # result of that encoding or decoding
+    int status                  # result of that encoding, decoding or copy
     Partition *next             # next in the pool's list of finished partitions
 
 # More than 20 fields: seven say which bytes these are and where they are summed, the others are

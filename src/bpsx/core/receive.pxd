@@ -10,7 +10,9 @@ from bpsx.core.wire cimport (
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.commit cimport commit, hold_answer, use_packed
-from bpsx.core.keep cimport closes_round, keep_error, keep_result, send_acks, take_settled
+from bpsx.core.keep cimport (
+    closes_round, keep_error, keep_result, pool_copies, send_acks, take_settled,
+)
 from bpsx.core.late cimport note_ready
 from bpsx.core.logs cimport note_no_sum, note_set, numbers_in, take_snapshot
 from bpsx.core.moves cimport give, give_state, note_left, note_taken
@@ -75,7 +77,7 @@ cdef inline int take_value(
     cdef Partition *p = named(c, h)
     if c.moving.applied == NULL or p == NULL or p.lane != m.peer or h.length != p.length:
         return -1
-    if not keep_result(c, p, m, body, h.length, taken):
+    if not keep_result(c, p, m, body, h.length, False, taken):
         fail_core(c, E_MEMORY)
     return 0
 
@@ -113,6 +115,7 @@ cdef inline int take_record(
     """
     cdef Partition *p
     cdef SumNumbers numbers
+    cdef bint uncopied = False
     if h.job != c.settings.job or h.sender != c.settings.rank:
         return -1
     if h.kind == PONG:
@@ -157,9 +160,11 @@ cdef inline int take_record(
             use_packed(c, p, &numbers, body, h.length)
     elif h.length != p.length:
         return -1
-    elif p.length and body != p.target and not c.settings.shrinks:
-        copy_nontemporal(p.target, body, p.length)
-    if not keep_result(c, p, m, body, h.length, taken):
+    elif not c.settings.shrinks:
+        uncopied = pool_copies(c, p, m, body)
+        if p.length and body != p.target and not uncopied:
+            copy_nontemporal(p.target, body, p.length)
+    if not keep_result(c, p, m, body, h.length, uncopied, taken):
         fail_core(c, E_MEMORY)
         if c.settings.shrinks:
             return 0            # the result is nowhere; the core's failure ends the task

@@ -13,7 +13,7 @@ from bpsx.core.codec.low_rank cimport pieces_of
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
-    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, IDLE, ORTHOGONALISING, PCIE_REDUCE, PROJECTING,
+    COPY, COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, IDLE, ORTHOGONALISING, PCIE_REDUCE, PROJECTING,
     PROJECTING_BACK, PUSH, RECORDED, REDUCE, REFRESHING, RESTORING, RUNNING, SUMMING_P, SUMMING_Q,
     WAITING, EndCallback, Heap, Matrix, Partition, Task, Tasks, Tensor, input_of, output_of,
 )
@@ -22,6 +22,7 @@ from bpsx.core.state cimport USER_STREAMS, Core, Pool
 from bpsx.core.codec.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.groups cimport unmark_ready
+from bpsx.core.keep cimport end_copy, is_uncopied
 from bpsx.core.queue cimport heap_push
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.targets cimport resolve
@@ -64,6 +65,10 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     if stage == END:
         end_partition(c, p)
         return
+    if stage == COPY and not is_uncopied(p):
+        p.stage_index += 1
+        enter(c, p)
+        return
     move_partition(p, stage)
     if stage == PUSH:
         p.priority = p.tensor.current.priority
@@ -73,6 +78,8 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         c.queued.longest = max(c.queued.longest, <int64_t>p.length)
         if heap_push(&c.lanes.at[p.lane].queue, p) != 0:
             fail_core(c, E_MEMORY)
+    elif stage == COPY:
+        give_to_pool(c, p)
     elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS:
         enter_on_gpu(c, p, stage)
     elif stage == REDUCE or stage == BROADCAST:
@@ -93,17 +100,21 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
             advance(c, p)
             return
         p.encodes = stage == COMPRESS
-        p.priority = p.tensor.current.priority
-        p.order = c.queued.next_order
-        c.queued.next_order += 1
-        if (
-            heap_push(&c.gpu.work, p) if p.on_gpu and p.gpu.coder != NULL else pool_give(c.pool, p)
-        ) != 0:
-            fail_core(c, E_MEMORY)
+        give_to_pool(c, p)
     elif stage == COORDINATE_REDUCE:
         if all_shares_in(c.machine, p):
             advance(c, p)
     # PULL and COORDINATE_BROADCAST end when a message or a post arrives.
+
+
+cdef inline void give_to_pool(Core *c, Partition *p) noexcept nogil:
+    """Let a thread encode, decode or copy a partition, or the GPU encode or decode it."""
+    cdef bint coded_on_gpu = p.stage != COPY and p.on_gpu and p.gpu.coder != NULL
+    p.priority = p.tensor.current.priority
+    p.order = c.queued.next_order
+    c.queued.next_order += 1
+    if (heap_push(&c.gpu.work, p) if coded_on_gpu else pool_give(c.pool, p)) != 0:
+        fail_core(c, E_MEMORY)
 
 
 cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
@@ -365,13 +376,17 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
 
 
 cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
-    """Take back the partitions that a pool has encoded or decoded. Returns their number."""
+    """Take back the partitions that a pool has worked on. Returns their number."""
     cdef Partition *p = pool_take(pool)
     cdef Partition *following
     cdef int n = 0
     while p != NULL:
         following = p.coding.next
-        if p.tensor.matrix != NULL:
+        if p.stage == COPY:
+            if not end_copy(c, p):
+                fail_core(c, E_MEMORY)
+            advance(c, p)
+        elif p.tensor.matrix != NULL:
             take_hand(c, p.tensor, p.coding.status)
         elif p.stage != END:
             if p.coding.status == 0:

@@ -86,6 +86,8 @@ cdef struct Settings:           # constant once the core has started
     bint asynchronous           # lanes keep values, not sums of rounds
     bint shrinks                # the job goes on without workers that it loses: see commit.pxd
     uint32_t senders            # places for workers, or machines
+    # the pool copies answers of at least so many bytes; 0: the driver copies all of them
+    uint64_t copies_from
 
 cdef struct Role:               # who drives; guarded by the monitor
     bint driving                # a thread has the driver role

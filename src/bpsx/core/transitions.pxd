@@ -7,7 +7,7 @@ from libc.stdint cimport uint8_t, uint32_t
 
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
-    COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, IDLE, ORTHOGONALISING, PCIE_REDUCE, PREPARED,
+    COPY, COPYD2H, COPYH2D, DECOMPRESS, END, ENDED, IDLE, ORTHOGONALISING, PCIE_REDUCE, PREPARED,
     PROJECTING, PROJECTING_BACK, PULL, PUSH, REDUCE, REFRESHING, RELEASED, RESTORING, RUNNING,
     SUBMITTED, SUMMING_P, SUMMING_Q, WAITING, Matrix, MatrixState, Partition, Stage, Task,
     TaskState,
@@ -78,7 +78,9 @@ cdef inline uint32_t after_stage(Stage stage) noexcept nogil:
     if stage == PUSH:
         return 1 << PUSH | 1 << PULL | 1 << END
     if stage == PULL:
-        return 1 << PUSH | 1 << DECOMPRESS | 1 << COPYH2D | 1 << BROADCAST | 1 << END
+        return 1 << PUSH | 1 << DECOMPRESS | 1 << COPY | 1 << COPYH2D | 1 << BROADCAST | 1 << END
+    if stage == COPY:
+        return 1 << COPYH2D | 1 << BROADCAST | 1 << END
     if stage == DECOMPRESS:
         return 1 << COPYH2D | 1 << COORDINATE_BROADCAST | 1 << BROADCAST | 1 << END
     if stage == COPYH2D:

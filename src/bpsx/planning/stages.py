@@ -27,6 +27,7 @@ class Stage(IntEnum):
     COPYH2D = 10
     COORDINATE_BROADCAST = 11
     BROADCAST = 12
+    COPY = 13
 
 
 class MachineRole(Enum):
@@ -42,16 +43,17 @@ class MachineRole(Enum):
 #: Work of a machine's GPUs before one of them speaks to the servers, and afterwards.
 _ADD = (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COPYD2H, Stage.COORDINATE_PUSH)
 _SPREAD = (Stage.COPYH2D, Stage.COORDINATE_BROADCAST, Stage.BROADCAST)
-#: (device, compressed, place) -> stages. A CPU tensor is pushed from its own memory and pulled into
-#: its output, without copies.
+#: (device, compressed, place) -> stages. A CPU tensor is pushed from its own memory. The core skips
+#: COPY where the answer is in its place already.
 _TABLE: dict[tuple[str, bool, MachineRole], tuple[Stage, ...]] = {
-    ("cpu", False, MachineRole.DIRECT): (Stage.PUSH, Stage.PULL),
+    ("cpu", False, MachineRole.DIRECT): (Stage.PUSH, Stage.PULL, Stage.COPY),
     ("cpu", False, MachineRole.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
     ("cpu", False, MachineRole.ROOT): (
         Stage.COORDINATE_REDUCE,
         Stage.REDUCE,
         Stage.PUSH,
         Stage.PULL,
+        Stage.COPY,
         Stage.BROADCAST,
     ),
     ("cpu", False, MachineRole.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
@@ -78,10 +80,23 @@ _TABLE: dict[tuple[str, bool, MachineRole], tuple[Stage, ...]] = {
         Stage.COORDINATE_BROADCAST,
         Stage.BROADCAST,
     ),
-    ("gpu", False, MachineRole.DIRECT): (Stage.COPYD2H, Stage.PUSH, Stage.PULL, Stage.COPYH2D),
+    ("gpu", False, MachineRole.DIRECT): (
+        Stage.COPYD2H,
+        Stage.PUSH,
+        Stage.PULL,
+        Stage.COPY,
+        Stage.COPYH2D,
+    ),
     ("gpu", False, MachineRole.MEMBER): (*_ADD, *_SPREAD),
     # The core skips PCIE_REDUCE where all GPUs reduce together.
-    ("gpu", False, MachineRole.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.PUSH, Stage.PULL, *_SPREAD),
+    ("gpu", False, MachineRole.ROOT): (
+        *_ADD,
+        Stage.PCIE_REDUCE,
+        Stage.PUSH,
+        Stage.PULL,
+        Stage.COPY,
+        *_SPREAD,
+    ),
     # Without servers, NCCL's all-reduce does all the work.
     ("gpu", False, MachineRole.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
     ("gpu", False, MachineRole.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),

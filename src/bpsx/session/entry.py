@@ -25,12 +25,14 @@ from bpsx.system.fork import keep_from_children
 from bpsx.system.host import keep_memory, own_host, require_descriptors
 from bpsx.system.logs import configure
 from bpsx.telemetry.reporter import Reporter
+from bpsx.transports import io_threads
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 connections = logging.getLogger("bpsx.connections")
 #: Seconds in which the scheduler says why another process of this machine is gone.
 _WHY_SECONDS = 2.0
 _MOST_VISITS = 1 << 16  # see bpsx.transports.base.Endpoint.join
+_COPIED_APART = 1 << 19  # bytes; the driver copies a smaller answer before another thread wakes
 log = logging.getLogger("bpsx.session.session")
 
 
@@ -201,6 +203,8 @@ def _reach_lanes(
     core = _new_core(config, near, endpoint, lanes, reporter, welcome)
     opened.callback(core.close)
     if near.has_lanes:
+        if io_threads(config):
+            core.open_pool(config.compress_threads, copies_from=_COPIED_APART)
         lanes.watch()
     keep_from_children([link.address, *lanes.addresses])
     _greet(config, core, lanes, link)

@@ -77,13 +77,19 @@ def open_endpoint(config: Config) -> Endpoint:
     Raises :class:`~bpsx.errors.TransportError`, which lists the transports, if there is none of
     that name.
     """
-    tcp = TRANSPORT_NAMES[config.transport] == "tcp"
-    if not (tcp and config.role == "worker" and config.io_threads):
+    threads = io_threads(config)
+    if not threads:
         return _open_one(config)
     endpoint: Endpoint = import_module("bpsx.transports.threaded.endpoint").ThreadedEndpoint(
-        [_open_one(config) for _ in range(config.io_threads)], spin_us=config.spin_us
+        [_open_one(config) for _ in range(threads)], spin_us=config.spin_us
     )
     return endpoint
+
+
+def io_threads(config: Config) -> int:
+    """Return the number of I/O threads that :func:`open_endpoint` starts for this process."""
+    tcp = TRANSPORT_NAMES[config.transport] == "tcp"
+    return config.io_threads if tcp and config.role == "worker" else 0
 
 
 def _open_one(config: Config) -> Endpoint:

@@ -1,4 +1,4 @@
-# Threads that encode and decode partitions. The driver gives them partitions, most urgent
+# Threads that encode, decode and copy partitions. The driver gives them partitions, most urgent
 # first, and takes those back. All of this runs without the GIL.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -6,10 +6,11 @@ from libc.stdlib cimport calloc, free
 from bpsx.core.codec.low_rank cimport work_on_matrix
 from bpsx.core.codec.packed cimport Packed
 from bpsx.core.codec.state cimport pack, unpack
-from bpsx.core.partition cimport Partition, Tensor
+from bpsx.core.partition cimport COPY, Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.state cimport MAX_THREADS, Pool
 from bpsx.core.status cimport DONE
+from bpsx.core.stream_copy cimport copy_nontemporal
 from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all,
     unlock, wait,
@@ -98,7 +99,7 @@ cdef inline Partition *pool_next(Pool *pool, uint32_t me) noexcept nogil:
 
 
 cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nogil:
-    """Return a partition that has been encoded or decoded (pool thread)."""
+    """Return a partition that has been worked on (pool thread)."""
     lock(&pool.monitor)
     pool.at_work[me] = NULL
     p.coding.next = pool.done
@@ -110,13 +111,17 @@ cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nog
 
 cdef inline uint64_t scratch_of(const Partition *p) noexcept nogil:
     """Bytes of scratch memory that work_on() needs."""
+    if p.stage == COPY:
+        return 0
     return p.tensor.matrix.scratch if p.tensor.matrix != NULL else p.packed.scratch
 
 
 cdef inline void work_on(Partition *p, char *scratch) noexcept nogil:
     cdef Packed *packed = p.packed
     p.coding.status = 0
-    if p.tensor.matrix != NULL:
+    if p.stage == COPY:
+        copy_nontemporal(p.target, p.kept.body, p.length)
+    elif p.tensor.matrix != NULL:
         work_on_matrix(p, scratch)
     elif p.encodes:
         pack(packed, p.source, packed.wire, scratch, p.tensor.current.rate, True)

@@ -1,6 +1,7 @@
 # Writes a worker core's records into its Watch. The driver calls these only if `watched` holds.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
+from bpsx.core.keep cimport is_uncopied
 from bpsx.core.wire cimport Header
 from bpsx.core.partition cimport (
     COMPRESS, COORDINATE_BROADCAST, DECOMPRESS, PROJECTING, PULL, PUSH, REFRESHING, Partition, Task,
@@ -50,8 +51,11 @@ cdef inline void record_stage(Core *c, Partition *p) noexcept nogil:
         and (not p.on_gpu or stage == PUSH or stage == PULL)
     ):
         # Up to PUSH the values are this worker's, or its machine's, input; afterwards the result,
-        # which COORDINATE_BROADCAST has yet to copy out of shared memory.
-        values = p.source if stage <= PUSH or stage == COORDINATE_BROADCAST else p.target
+        # which COORDINATE_BROADCAST has yet to copy out of shared memory, or COPY out of a message.
+        if stage == PULL and is_uncopied(p):
+            values = p.kept.body
+        else:
+            values = p.source if stage <= PUSH or stage == COORDINATE_BROADCAST else p.target
         say_values(
             c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key,
             tensor.trace.step, tensor.dtype, values, p.length
