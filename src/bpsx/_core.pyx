@@ -223,11 +223,10 @@ cdef class Core:
         """Start the threads that compress. Idempotent.
 
         Call before the first tensor that is compressed. ``copies_from``: the threads also copy
-        answers of at least so many bytes, 0: none. The values of an asynchronous job are copied
-        where they arrive. Call before :meth:`start` for that.
+        answers of at least so many bytes, 0: none. Call before :meth:`start` for that, and not in
+        an asynchronous job, where a newer value may replace an answer.
         """
-        if not self.c.settings.asynchronous:
-            self.c.settings.copies_from = max(self.c.settings.copies_from, copies_from)
+        self.c.settings.copies_from = max(self.c.settings.copies_from, copies_from)
         if self.c.pool != NULL:
             return
         self.c.pool = new_pool(threads)

@@ -116,11 +116,14 @@ def test_an_answer_is_acknowledged_once_it_is_copied(rig):
     assert rig.kept >= BIG
 
 
+@pytest.mark.parametrize("rig", [{"elastic": False}, {}], indirect=True)
 def test_an_answer_is_not_copied_once_its_tensor_has_failed(rig):
     handle = rig.begin_copy()
     rig.core.fail_tensor(rig.x, E_STALL, "x has failed")
     with pytest.raises(BpsxError, match="x has failed"):
         handle.wait(60)
+    elastic = rig.kept >= BIG
+    assert rig.acks() == ([(rig.slot, 1)] if elastic else [])  # others do not wait for it
     rig.held.go.set()
     rig.close()
     assert (rig.out == 1).all() and rig.kept == 0

@@ -166,7 +166,7 @@ cdef inline int take_record(
             copy_nontemporal(p.target, body, p.length)
     if not keep_result(c, p, m, body, h.length, uncopied, taken):
         fail_core(c, E_MEMORY)
-        if c.settings.shrinks:
+        if c.settings.shrinks or uncopied:
             return 0            # the result is nowhere; the core's failure ends the task
     elif c.settings.shrinks:
         if p.packed != NULL:

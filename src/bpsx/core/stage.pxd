@@ -598,6 +598,8 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
     unmark_ready(tensor)
     tensor.current = NULL
     for i in range(tensor.n_parts):
+        if tensor.parts[i].stage == COPY and not end_copy(c, &tensor.parts[i]):
+            fail_core(c, E_MEMORY)
         if tensor.parts[i].stage != END:
             move_partition(&tensor.parts[i], END)
     if tensor.matrix != NULL and tensor.matrix.state != IDLE:

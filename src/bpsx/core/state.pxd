@@ -16,7 +16,7 @@ cdef enum:
     MAX_THREADS = 64            # of a pool
     N_KINDS = 160               # sizes of pinned places
 
-cdef struct Pool:               # threads that compress; codec/pool.pxd
+cdef struct Pool:               # threads that compress and copy; codec/pool.pxd
     Monitor monitor
     # Guarded by it:
     Heap todo
@@ -176,7 +176,7 @@ cdef struct Core:
     bint (*wait_for)(Core *c, Task *task, int64_t deadline_ns) noexcept nogil
     Endpoint *endpoint
     Settings settings
-    # threads that compress on the host; NULL: nothing is compressed there
+    # threads that compress on the host, and copy answers; NULL: the driver copies all answers
     Pool *pool
     Group *machine              # NULL: no other process of this machine shares the work
     Gpu *gpu                    # NULL: no tensor on a GPU so far; set once, by any thread

@@ -203,7 +203,7 @@ def _reach_lanes(
     core = _new_core(config, near, endpoint, lanes, reporter, welcome)
     opened.callback(core.close)
     if near.has_lanes:
-        if io_threads(config):
+        if io_threads(config) and not config.asynchronous:
             core.open_pool(config.compress_threads, copies_from=_COPIED_APART)
         lanes.watch()
     keep_from_children([link.address, *lanes.addresses])
