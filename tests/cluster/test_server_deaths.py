@@ -57,7 +57,9 @@ def undisturbed(workers: int, steps: int, sizes: list[int] = SIZES) -> str:
     return _undisturbed(workers, steps, tuple(sizes))
 
 
-def lose_two_servers(tmp_path: Path, workers: int, env: dict[str, str]) -> None:
+def lose_two_servers(
+    tmp_path: Path, workers: int, env: dict[str, str], sizes: list[int] = SIZES
+) -> None:
     """Kill two of three servers, one after the other, in the middle of a step; check the weights.
 
     The last step begins when both are dead.
@@ -67,9 +69,9 @@ def lose_two_servers(tmp_path: Path, workers: int, env: dict[str, str]) -> None:
     rng = random.Random(seed)
     gates = Gates(tmp_path)
     gates.close(29)
-    env = {**env, **CUT, **gates.env}
+    env = {**CUT, **env, **gates.env}
     env |= {"BPSX_FIXED_ORDER": "1", "BPSX_ELASTIC": "servers"}
-    source = _TRAINING.format(sizes=SIZES, steps=steps)
+    source = _TRAINING.format(sizes=sizes, steps=steps)
     with Job(source, workers=workers, servers=3, env=env) as job:
         for server, step in zip(rng.sample(job.servers, 2), (5, 15)):
             job.workers[rng.randrange(workers)].wait_for_line(str(step))
@@ -78,7 +80,7 @@ def lose_two_servers(tmp_path: Path, workers: int, env: dict[str, str]) -> None:
         gates.open(29)
         for worker in job.workers:
             assert worker.wait() == 0, worker.text() + job.scheduler.text()
-            assert worker.reports()[-1] == undisturbed(workers, steps)
+            assert worker.reports()[-1] == undisturbed(workers, steps, sizes)
         assert job.scheduler.wait() == 0, job.scheduler.text()
         assert "term 2" in job.scheduler.text()
 
