@@ -108,6 +108,6 @@ def test_keys_do_not_collide():
 
 
 def test_stages_of_a_cpu_tensor():
-    assert stages_for() == bytes([Stage.PUSH, Stage.PULL])
+    assert stages_for() == bytes([Stage.PUSH, Stage.PULL, Stage.COPY])
     with pytest.raises(KeyError):
         stages_for("cuda")

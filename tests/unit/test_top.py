@@ -22,7 +22,9 @@ def drawn(text: list[str], rows: int, columns: int, monkeypatch: pytest.MonkeyPa
         with open(theirs, "w") as terminal, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", terminal)
             top._draw(text)
-            found = os.read(ours, 1 << 16).decode()
+            found = ""
+            while not found.endswith("\x1b[J"):  # a terminal may pass it on in pieces
+                found += os.read(ours, 1 << 16).decode()
     finally:
         os.close(ours)
     return [line.replace("\x1b[K", "").replace("\x1b[H", "") for line in found.split("\r\n")[:-1]]
