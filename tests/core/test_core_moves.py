@@ -39,12 +39,7 @@ class Elastic(Rig):
         return total
 
     def reply(self, push: w.Record, total: bytes, lane: int) -> None:
-        r = w.Record(w.ANSWER, w.INLINE, push.dtype, key=push.key, round=push.round)
-        r = r._replace(cookie=push.cookie, length=len(total), body=total)
-        if len(total) <= 32768:
-            self.endpoint.inject(lane, w.pack(r))
-        else:
-            self.endpoint.inject(lane, w.pack(r._replace(flags=0)), total)
+        self.answer(push, total, lane)
 
     def next(self, kind: int, lane: int) -> w.Record:
         """The next record of ``kind`` that a lane gets. Others stay unread."""

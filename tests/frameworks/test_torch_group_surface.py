@@ -164,28 +164,28 @@ def job_profiled_push_pulls() -> Any:
 def job_profiles_that_end_first() -> Any:
     """Stop profiles while a collective and a push_pull wait for the other worker."""
     group: Any = dist.new_group(backend="gloo")
-    gradient = torch.nn.Linear(3, 3)
+    model = torch.nn.Linear(3, 3)
     optimizer = bps.DistributedOptimizer(
-        torch.optim.SGD(gradient.parameters(), 0.1), gradient.named_parameters()
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
     )
-    counts = []
+    found = []
     for i in range(40):
         if dist.get_rank() == i % 2:
             dist.barrier(group=group)  # the other has stopped its profile
         with profile() as seen:
-            works = [dist.all_reduce(torch.ones(9), async_op=True)]
+            work = dist.all_reduce(torch.ones(9), async_op=True)
             handle = bps.push_pull_async(torch.ones(5), name="late")
-            gradient(torch.ones(1, 3)).sum().backward()
+            model(torch.ones(1, 3)).sum().backward()
         if dist.get_rank() != i % 2:
             dist.barrier(group=group)
-        works[0].wait()
+        work.wait()
         bps.synchronize(handle)
         optimizer.step()
         optimizer.zero_grad()
         # PyTorch would write ends into the memory of these events if they were open.
         spans = {e.name: e.time_range.elapsed_us() for e in seen.events()}
-        counts.append([n for n in spans if n.startswith("bpsx:") and spans[n] > 0])
-    return counts
+        found.append([n for n in spans if n.startswith("bpsx:") and spans[n] > 0])
+    return found
 
 
 def test_profiles_may_end_before_their_collectives(tmp_path: Path) -> None:
