@@ -331,6 +331,8 @@ OUT_OF_STEP = {
             caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "z", average=False))
         over.append(1)
         thread.join()
+        # The other thread may have recorded its earlier error last.
+        caught(lambda: bpsx.push_pull(np.full(1, 2, np.float32), "z", average=False))
     """
     ),
     "one has begun more": (
