@@ -335,6 +335,23 @@ OUT_OF_STEP = {
         caught(lambda: bpsx.push_pull(np.full(1, 2, np.float32), "z", average=False))
     """
     ),
+    "one only polls, and the workers' own threads are slow": (
+        """
+        from bpsx.session.liveness import Liveness
+
+
+        def slowly(act):
+            return lambda *args: (time.sleep(0.5), act(*args))
+
+
+        Liveness._doubt, Liveness._peer_lost = slowly(Liveness._doubt), slowly(Liveness._peer_lost)
+        handle = bpsx.push_pull_async(np.ones(1, np.float32), "xy"[rank])
+        while rank == 1 and not bpsx.poll(handle):
+            time.sleep(0.01)
+        caught(lambda: bpsx.synchronize(handle))
+        assert caught(lambda: bpsx.push_pull(np.ones(1, np.float32), "z", average=False))
+    """
+    ),
     "one has begun more": (
         """
         if rank == 0:

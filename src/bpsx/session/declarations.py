@@ -190,17 +190,15 @@ class Declarations:
             if not used and self._generations[name] == generation + 1:
                 # A worker that has not used it yet gets the error when it does.
                 self._generations[name] = generation
-            doubtful = declared.uses > 1 or (
-                declared.tensor is not None and declared.tensor.rounds > 0
-            )
+            # Before a thread can declare the next generation: no round of it may complete.
+            if declared.uses > 1 or (declared.tensor is not None and declared.tensor.rounds > 0):
+                self._doubt(
+                    status,
+                    f"it has started more than one push_pull of {name!r}, and all of them fail"
+                    f" because of this error: {text}",
+                )
         for handle in pending:
             self._core.end(handle, status, text)
-        if doubtful:
-            self._doubt(
-                status,
-                f"it has started more than one push_pull of {name!r}, and all of them fail because"
-                f" of this error: {text}",
-            )
 
     def _reset(self, epoch: int, status: int, text: str) -> None:
         """Begin a new epoch: no worker could go on.
@@ -209,6 +207,10 @@ class Declarations:
         the same point of the script and get the error there. Otherwise it is unknown which of the
         later push_pulls belong together, and the job ends.
         """
+
+        def doubtful() -> bool:
+            return not waits or waiters.abandoned_waits != abandoned
+
         waiters = self._core.waiters
         # Read them before failing anything, because a failure ends the waits.
         abandoned, waits = (
@@ -237,14 +239,21 @@ class Declarations:
                 known.clear()
             self._epoch, self._calls = epoch, 0
             self._decisions.begin_epoch(status, text)
+            reason = f"some of its threads were not waiting when this happened: {text}"
+            # Before a thread can declare a tensor of the new epoch: no round of it may complete.
+            if doubted := doubtful():
+                self._doubt(status, reason)
             self._settled.notify_all()
         for handle in pending:
             self._core.end(handle, status, text)
-        if not waits or waiters.abandoned_waits != abandoned:
-            self._doubt(status, f"some of its threads were not waiting when this happened: {text}")
+        if not doubted and doubtful():
+            self._doubt(status, reason)
 
     def _doubt(self, status: int, text: str) -> None:
-        """End the job: this worker cannot tell which later push_pulls belong together."""
+        """End the job: this worker cannot tell which later push_pulls belong together.
+
+        The scheduler handles what this worker has sent before, a declaration for instance, first.
+        """
         if self._link is not None:
             self._decisions.doubt = (status, text[:60_000])
             self._link.send("DOUBT", status=status, text=text[:60_000])
