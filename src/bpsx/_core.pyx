@@ -7,7 +7,6 @@ and hands over.
 """
 import contextlib
 import os
-import threading
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -58,6 +57,7 @@ from bpsx import errors
 from bpsx.core._tensor import waiting
 from bpsx.core.waiters import Waiters
 from bpsx.secret import lane_proof
+from bpsx.system.threads import NamedThread
 
 
 cdef int queue_kernels(CCore *c, Partition *p) except -1:
@@ -216,7 +216,7 @@ cdef class Core:
 
     def start(self) -> None:
         """Start the background thread, which drives whenever no caller does."""
-        self.thread = threading.Thread(target=self._run, name="bpsx-core", daemon=True)
+        self.thread = NamedThread(target=self._run, name="bpsx-core", daemon=True)
         self.thread.start()
 
     def open_pool(self, int threads, uint64_t copies_from=0) -> None:
@@ -231,7 +231,7 @@ cdef class Core:
             return
         self.c.pool = new_pool(threads)
         self.workers = [
-            threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True)
+            NamedThread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True)
             for i in range(self.c.pool.n_threads)
         ]
         for worker in self.workers:
@@ -244,7 +244,7 @@ cdef class Core:
         """
         if self.c.gpu.coders == NULL:
             self.c.gpu.coders = new_pool(1)
-            self.coder = threading.Thread(target=self._code, name="bpsx-coder", daemon=True)
+            self.coder = NamedThread(target=self._code, name="bpsx-coder", daemon=True)
             self.coder.start()
 
     def _code(self) -> None:

@@ -27,6 +27,11 @@ def test_only_config_reads_the_environment(path):
         assert not re.search(r"os\.environ|getenv|os import .*environ", path.read_text())
 
 
+def test_threads_have_names_that_tools_show():
+    made = [p.name for p in PACKAGE if re.search(r"\bThread\((target|\n)", p.read_text())]
+    assert not made, f"{made}: use bpsx.system.threads.NamedThread"
+
+
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda p: p.name)
 def test_nothing_is_unpickled_or_evaluated(path):
     if path == SOURCE / "plugin" / "objects.py":

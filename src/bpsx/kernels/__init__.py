@@ -17,6 +17,7 @@ from typing import Any
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels.addresses import Kernels as Kernels
 from bpsx.kernels.cache import compiled
+from bpsx.system.threads import NamedThread
 
 #: Kernels of each element type; the last two only of one whose sums are wider.
 _STEPS = ("pair", "add", "divide", "start", "finish")
@@ -78,7 +79,7 @@ def loading(*codes: int, codecs: bool = False) -> Iterator[None]:
         except Exception as e:
             failures.append(e)
 
-    thread = threading.Thread(target=attempt, name="bpsx-warm-up", daemon=True)
+    thread = NamedThread(target=attempt, name="bpsx-warm-up", daemon=True)
     thread.start()
     yield
     thread.join()

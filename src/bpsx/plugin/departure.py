@@ -17,6 +17,7 @@ from typing import Any
 
 from bpsx.api.lifecycle import initialised, session
 from bpsx.errors import ConfigError
+from bpsx.system.threads import NamedThread
 
 #: Seconds in which a second SIGTERM counts as the first: a batch system sends it to all processes,
 #: and bpsx-run passes it on.
@@ -62,7 +63,7 @@ class Notice:
         self._over = False
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._before: Any = signal.signal(signal.SIGTERM, self._at)
-        self._thread = threading.Thread(target=self._wait, name="bpsx-notice", daemon=True)
+        self._thread = NamedThread(target=self._wait, name="bpsx-notice", daemon=True)
         self._thread.start()
 
     def _at(self, number: int, frame: FrameType | None) -> None:

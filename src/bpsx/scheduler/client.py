@@ -26,6 +26,7 @@ from bpsx.scheduler.entering import Entering
 from bpsx.scheduler.link_states import LINK, LinkEvent, LinkState
 from bpsx.scheduler.sockets import REFUSALS, no_secret_in_common
 from bpsx.system.awake import AwakeClock
+from bpsx.system.threads import NamedThread
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
@@ -86,7 +87,7 @@ class Link(Entering):
         if self._wait:
             self._report, self._resumed = report, resumed
         self._move(LinkEvent.STARTED)
-        thread = threading.Thread(
+        thread = NamedThread(
             target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True
         )
         thread.start()

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from bpsx.errors import TransportError
 from bpsx.scheduler.observers import Observers
 from bpsx.system.address import is_ipv6, join_host_port
+from bpsx.system.threads import NamedThread
 from bpsx.transports.ports import bind_one
 
 log = logging.getLogger("bpsx.metrics")
@@ -318,7 +319,7 @@ class Exporter:
                 f"BPSX_METRICS_PORT={join_host_port(host, port)}: cannot listen there: {e}"
             ) from e
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
+        self._thread = NamedThread(
             target=self._server.serve_forever, name="bpsx-metrics", daemon=True
         )
         self._thread.start()

@@ -38,6 +38,7 @@ from bpsx.system.host import (
     require_trust,
 )
 from bpsx.system.logs import configure
+from bpsx.system.threads import NamedThread
 from bpsx.telemetry._recorder import monotonic_ns
 from bpsx.telemetry.reporter import Reporter
 from bpsx.transports import open_endpoint
@@ -179,7 +180,7 @@ class Server:
         for rank in welcome["joined"]:
             self._handle({"type": "JOINED", "rank": rank, "generation": welcome["joins"]})
         for i, lane in enumerate(self._lanes):
-            thread = threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}")
+            thread = NamedThread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}")
             thread.start()
             self._threads.append(thread)
         log.info("server %d: %s", welcome["rank"], ", ".join(e.address for e in endpoints))

@@ -17,6 +17,7 @@ from bpsx.errors import BpsxError, in_short
 from bpsx.scheduler.client import Link
 from bpsx.session.lanes import Lanes
 from bpsx.system.fork import keep_also_from_children
+from bpsx.system.threads import NamedThread
 from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.connections")
@@ -62,7 +63,7 @@ class LateServers:
             if self._closed:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="bpsx-connect", daemon=True)
+                self._thread = NamedThread(target=self._run, name="bpsx-connect", daemon=True)
                 self._thread.start()
             self._todo.put((self._coming[server], addresses))
 

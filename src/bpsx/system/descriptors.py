@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from bpsx.system.threads import NamedThread
 
 #: The system call close_range, under its number on all processors, and CLOSE_RANGE_UNSHARE.
 _CLOSE_RANGE, _UNSHARE = 436, 2
@@ -30,7 +31,7 @@ def with_own(function: Callable[[], _Result]) -> _Result:
         except BaseException as e:
             errors.append(e)
 
-    thread = threading.Thread(target=run, name="bpsx-own-files", daemon=True)
+    thread = NamedThread(target=run, name="bpsx-own-files", daemon=True)
     thread.start()
     thread.join()
     if errors:
@@ -48,7 +49,7 @@ def _unshare() -> bool:
 def can_have_own() -> bool:
     """Whether a thread can have its own table: Linux 5.9 and later, unless a sandbox forbids it."""
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(_unshare()), name="bpsx-own-files")
+    thread = NamedThread(target=lambda: found.append(_unshare()), name="bpsx-own-files")
     thread.start()
     thread.join()
     return found[0]

@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from bpsx.system.address import (
     own_address_towards,
     resolve,
 )
+from bpsx.system.threads import NamedThread
 
 #: Descriptors that a worker or a server of a small job opens, as counted, and a few to spare.
 _LEAST_DESCRIPTORS = 32
@@ -223,7 +223,7 @@ def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
                 pass
         orphaned()
 
-    threading.Thread(target=watch, name="bpsx-lifeline", daemon=True).start()
+    NamedThread(target=watch, name="bpsx-lifeline", daemon=True).start()
 
 
 def keep_memory(megabytes: int) -> None:

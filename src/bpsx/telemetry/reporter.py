@@ -22,6 +22,7 @@ import numpy as np
 
 from bpsx.config import Config
 from bpsx.planning.stages import Stage
+from bpsx.system.threads import NamedThread
 from bpsx.telemetry import timeline
 from bpsx.telemetry._recorder import Watcher, monotonic_ns
 from bpsx.telemetry.clock_sync import Clock, Estimate
@@ -396,7 +397,7 @@ class Reporter:
     def _finish(self, recording: _Recording) -> None:
         """Write a recording, which may be long, on its own thread. The caller holds the lock."""
         recording.unwritten, recording.first_done = False, 0.0
-        self._writing = threading.Thread(
+        self._writing = NamedThread(
             target=self._write, args=(recording, recording.data, self._writing), name="bpsx-trace"
         )
         self._writing.start()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bpsx.api.staged import Handle
+from bpsx.system.threads import NamedThread
 
 #: Seconds that the interpreter's exit waits for threads whose session is not closed yet.
 _LAST_SECONDS = 10.0
@@ -107,7 +108,7 @@ class Completer:
             self._changed.notify()
             return
         # A daemon: the session ends operations in flight when the interpreter exits.
-        thread = threading.Thread(target=self._run, name="bpsx-futures", daemon=True)
+        thread = NamedThread(target=self._run, name="bpsx-futures", daemon=True)
         thread.start()
         self._threads.add(thread)
 

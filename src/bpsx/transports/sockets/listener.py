@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from bpsx import secret
 from bpsx.errors import TransportError
 from bpsx.system.address import is_ipv6, resolve
+from bpsx.system.threads import NamedThread
 from bpsx.transports.base import rank_of
 from bpsx.transports.ports import bind_one
 from bpsx.transports.reach import explain
@@ -225,7 +226,7 @@ class Acceptor:
         The thread sleeps except while a peer connects.
         """
         self._job, self._address = job, address
-        self._thread = threading.Thread(target=self._run, name="bpsx-accept", daemon=True)
+        self._thread = NamedThread(target=self._run, name="bpsx-accept", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -9,7 +9,6 @@ for each lane.
 """
 import os
 import select
-import threading
 
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stddef cimport size_t
@@ -29,6 +28,7 @@ from bpsx.transports.threaded.part cimport (
 )
 
 from bpsx.errors import TransportError
+from bpsx.system.threads import NamedThread
 from bpsx.transports.base import ALONE
 
 cdef extern from "<poll.h>" nogil:
@@ -183,7 +183,7 @@ cdef class ThreadedEndpoint:
         """
         for i, one in enumerate(self.inner):
             one.join(job, rank, visit)
-            thread = threading.Thread(
+            thread = NamedThread(
                 target=self._run, args=(i,), name=f"bpsx-io-{i}", daemon=True
             )
             thread.start()

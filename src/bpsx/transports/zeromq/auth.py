@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from bpsx import secret
+from bpsx.system.threads import NamedThread
 from bpsx.transports.refusals import Refusals
 
 ENDPOINT = "inproc://zeromq.zap.01"
@@ -53,7 +54,7 @@ class Acceptor:
     def open(self, job: int, address: str) -> None:
         """Start to answer requests on its own thread, which sleeps except while a peer connects."""
         self._job, self._address = job, address
-        self._thread = threading.Thread(target=self._run, name="bpsx-accept", daemon=True)
+        self._thread = NamedThread(target=self._run, name="bpsx-accept", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
