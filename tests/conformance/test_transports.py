@@ -356,6 +356,22 @@ def test_messages_of_a_stranger_are_dropped(zeromq):
     context.destroy(0)
 
 
+def test_a_probe_of_a_port_does_not_count_as_refused(tcp):
+    """A worker probes a lane's port, in :mod:`bpsx.transports.reach`, if the lane is slow."""
+    lane, stranger, friend = tcp(), tcp(secret=b"another secret of 16 bytes"), tcp()
+    lane.join(77, 0)
+    address = lane.bind("127.0.0.1")
+    host, port = address.split(":")
+    for _ in range(2):
+        socket.create_connection((host, int(port))).close()
+    for peer in (stranger, friend):
+        peer.join(77, 5)
+        peer.connect(0, address)
+        DataPlane(peer).send(0, b"hello")
+    assert DataPlane(lane).receive() == (5, b"hello", None)
+    assert lane.refused == 1
+
+
 def test_messages_of_a_stranger_are_dropped_on_plain_sockets(tcp):
     """As above, but a peer with a token that sends nonsense loses its connection."""
     lane, friend = tcp(most_bytes=1000), tcp()

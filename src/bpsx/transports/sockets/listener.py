@@ -277,6 +277,10 @@ class Acceptor:
         except OSError:
             said = b""
         newcomer.said += said
+        if not newcomer.said:  # a probe of the port, as of a worker that waits for a reply
+            self._forget(newcomer)
+            newcomer.made.close()
+            return
         if (
             said
             and len(newcomer.said) < _GREETING.size
