@@ -20,6 +20,10 @@ BENCHES = {
         "rate, latency, spin, idle and steady state of a job of 2 workers; against gloo's"
         " all_reduce and the transport's limits"
     ),
+    "cores": (
+        "rate, latency and CPU time over TCP by number of cores; against no I/O threads, gloo's"
+        " all_reduce and plain sockets"
+    ),
     "sum": "the servers' kernels; against numpy.add and against float32; time to load them",
     "compress": (
         "the compressors' kernels; against memcpy. --end-to-end: training on slow links; against"

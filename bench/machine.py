@@ -57,6 +57,12 @@ def cpu_seconds(pid: int) -> float:
         return _ticks(pid)
 
 
+def count_threads(pid: int, prefix: str) -> int:
+    """Return the number of a process's threads whose names begin with ``prefix``."""
+    names = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/comm")]
+    return sum(name.startswith(prefix) for name in names)
+
+
 def _ticks(pid: int) -> float:
     # The second field is the program's name in brackets, which may contain blanks and brackets.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

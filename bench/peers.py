@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,18 @@ def tcp_rate(server: Child, client: Child, seconds: float) -> float:
     server.tell("tcp_receive")
     client.ask("tcp_send", port=port, seconds=seconds)
     return float(server.answer())
+
+
+def tcp_together(pairs: Sequence[tuple[Child, Child]], seconds: float) -> float:
+    """Return the bytes per second of all ``pairs``, as :func:`tcp_rate`, at the same time."""
+    ports = [server.ask("tcp_bind") for server, _ in pairs]
+    for server, _ in pairs:
+        server.tell("tcp_receive")
+    for port, (_, client) in zip(ports, pairs):
+        client.tell("tcp_send", port=port, seconds=seconds)
+    for _, client in pairs:
+        client.answer()
+    return sum(float(server.answer()) for server, _ in pairs)
 
 
 def memcpy_rate(client: Child, size: int, count: int) -> float:

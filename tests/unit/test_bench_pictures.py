@@ -12,7 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = sorted((ROOT / "docs" / "images").glob("*.json"))
 #: The benchmark's name, as the figures have it, -> the module that draws its picture.
-MODULES = {"compress": "bench.end_to_end_plot", "shaped": "bench.scaling.plot"}
+MODULES = {
+    "compress": "bench.end_to_end_plot",
+    "cores": "bench.cores_plot",
+    "shaped": "bench.scaling.plot",
+}
 
 
 @pytest.fixture(autouse=True)

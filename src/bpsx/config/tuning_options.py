@@ -23,6 +23,16 @@ def _default_lanes() -> int:
     return max(1, min(4, _cores() // 4))
 
 
+def _default_io_threads() -> int:
+    """A quarter of the cores, at most 6; none where that is less than 2.
+
+    One alone would only pass the work on, and with few cores another thread of this machine needs
+    the core more.
+    """
+    quarter = _cores() // 4
+    return min(6, quarter) if quarter >= 2 else 0
+
+
 def _default_compressors() -> int:
     return max(1, min(4, _cores() // 2))
 
@@ -160,12 +170,13 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         "io_threads",
         "BPSX_IO_THREADS",
         integer(0, 64),
-        0,
+        _default_io_threads,
         "0..64",
         "I/O threads of a worker over tcp, for links that one core cannot fill. Each reads and"
         " writes a share of the connections, those through shared memory included. The threads of"
         " BYTEPS_THREADPOOL_SIZE then copy large sums. 0: the thread that waits for the sums does"
-        " all of it itself. ZeroMQ has threads of its own: BYTEPS_ZMQ_NTHREADS.",
+        " all of it itself. ZeroMQ has threads of its own: BYTEPS_ZMQ_NTHREADS. Default: a quarter"
+        " of the cores, at most 6; 0 with less than 8 cores.",
         TUNING,
     ),
     Option(
