@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -79,7 +80,8 @@ class Links:
     It removes all of them at its end. With a ``rate`` each of the other namespaces sends at most
     that much; with ``both`` it also receives no more than that. ``beside``: further processes, each
     with the name of the namespace whose place it shares. ``congestion``: TCP's congestion control,
-    by default the host's.
+    by default the host's. ``round_trip``: seconds that a packet between two namespaces other than
+    the first, and its answer, take at least; between the first and another one half of that.
     """
 
     def __init__(
@@ -91,9 +93,11 @@ class Links:
         burst: str = "256k",
         beside: Mapping[str, str] | None = None,
         congestion: str | None = None,
+        round_trip: float = 0.0,
     ) -> None:
         self._mark = f"bpsx-{os.getpid()}-{next(_numbers)}"
-        self._congestion = congestion
+        self._congestion, self._round_trip = congestion, round_trip
+        self._relay: subprocess.Popen[bytes] | None = None
         self._names, self._rate, self._both, self._burst = list(names), rate, both, burst
         self._place = {
             **{name: i for i, name in enumerate(self._names)},
@@ -117,6 +121,9 @@ class Links:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
         for name in self._names:
             subprocess.run(
                 ["ip", "netns", "del", self.namespace(name)],
@@ -140,20 +147,15 @@ class Links:
                 )
         self._ip(hub, "link", "add", "net0", "type", "bridge")
         for i, name in enumerate(self._names[1:]):
-            self._ip(
-                hub,
-                "link",
-                "add",
-                f"port{i}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "net0",
-                "netns",
-                self.namespace(name),
-            )
+            there = ["net0", "netns", self.namespace(name)]
+            if self._round_trip:  # the relay stands between two pairs
+                self._pair(f"far{i}", *there)
+                self._ip(hub, "link", "set", f"far{i}", "up")
+                there = [f"in{i}"]
+            self._pair(f"port{i}", *there)
             self._ip(hub, "link", "set", f"port{i}", "master", "net0", "up")
+            if self._round_trip:
+                self._ip(hub, "link", "set", f"in{i}", "up")
         for name in self._names:
             self._ip(name, "addr", "add", f"{self.address[name]}/24", "dev", "net0")
             self._ip(name, "link", "set", "net0", "up")
@@ -163,6 +165,33 @@ class Links:
             self.slow(name, str(self._rate), self._burst)
             if self._both:  # bound also what the bridge sends to the namespace
                 self.slow(hub, str(self._rate), self._burst, f"port{i}")
+
+        if self._round_trip:
+            self._start_relay()
+
+    def _pair(self, here: str, *there: str) -> None:
+        """Make a pair of interfaces: ``here`` in the first namespace, and another one."""
+        self._ip(self._names[0], "link", "add", here, "type", "veth", "peer", "name", *there)
+
+    def _start_relay(self) -> None:
+        """Delay what each namespace sends to the bridge."""
+        pairs = [f"far{i}:in{i}" for i in range(len(self._names) - 1)]
+        self._relay = subprocess.Popen(
+            [
+                *self.prefix(self._names[0]),
+                sys.executable,
+                "-m",
+                "bench.relay",
+                str(self._round_trip / 2),
+                *pairs,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).resolve().parents[1],
+        )
+        assert self._relay.stdout is not None
+        if self._relay.stdout.readline() != b"ready\n":
+            raise BenchError("the process that delays packets has not started; see above")
 
     def _ip(self, name: str, *words: str) -> None:
         run("ip", "-n", self.namespace(name), *words)
