@@ -120,18 +120,10 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
         )
 
 
-def dial(
-    address: str,
-    key: bytes,
-    job: int,
-    number: int,
-    before: Callable[[socket.socket, str], None] | None = None,
-    more: bytes = b"",
-) -> socket.socket:
+def dial(address: str, key: bytes, job: int, number: int, more: bytes = b"") -> socket.socket:
     """Connect worker ``number`` to the lane at ``address``, and greet.
 
-    ``before`` is called with the socket and the lane's numeric address before it connects. ``more``
-    is sent right after the greeting. Returns the connected socket.
+    ``more`` is sent right after the greeting. Returns the connected socket.
 
     Raises :class:`~bpsx.errors.TransportError` for an invalid address, and OSError if the lane
     cannot be reached now.
@@ -145,8 +137,6 @@ def dial(
     except OSError as e:
         raise TransportError(f"cannot connect to {address}: {e}") from e
     try:
-        if before is not None:
-            before(made, numeric)
         made.settimeout(PATIENCE)
         made.connect((numeric, int(port)))
         made.settimeout(_NONCE_PATIENCE)

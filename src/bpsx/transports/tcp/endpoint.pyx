@@ -10,7 +10,6 @@ A connection begins with a greeting that ``listener.py`` checks. A message consi
 head's size, whether there is a body, the body's size), the head and the body.
 """
 import logging
-import socket as sockets
 
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -35,7 +34,7 @@ from bpsx.transports.tcp.send cimport (
 from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
-from bpsx.system.address import send_buffer_bytes
+from bpsx.transports.sockets.buffers import size_send_buffer
 
 log = logging.getLogger("bpsx.connections")
 
@@ -173,7 +172,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
         """Create an endpoint that neither listens nor is connected.
 
         ``send_buffer``: bytes of each connection's send buffer; 0: the system tunes it; None: a
-        size for loopback or for a network, by the peer's address.
+        size for loopback or for a network, by the peer's address; far peers as with 0.
         ``heartbeat_interval``, ``heartbeat_timeout``: seconds; interval 0 means no heartbeat.
         ``secret``: the job secret, the same on both ends.
         ``encrypt``: refused if true.
@@ -201,7 +200,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
         The data plane takes the connection over by a lock, so it may be driven all the time.
         """
         try:
-            made = listener.dial(address, self.secret, self.job, self.number, self._size_buffers)
+            made = listener.dial(address, self.secret, self.job, self.number)
         except TransportError:
             raise
         # The lane existed before, so the thread that watches for losses knows which lane it was and
@@ -213,11 +212,6 @@ cdef class TcpEndpoint(ListeningEndpoint):
             return
         self._take(made, peer)
 
-    def _size_buffers(self, object made, str host):
-        size = send_buffer_bytes(host, self.send_buffer)
-        if size:
-            made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, size)
-
     def _take(self, object made, uint32_t peer):
         """Hand a connected socket to the data plane. Any thread may call it."""
         cdef Connection *c = <Connection *>calloc(1, sizeof(Connection))
@@ -225,8 +219,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
             made.close()
             raise MemoryError("no memory for a connection")
         listener.prepare(made, self.interval, self.timeout)
-        if self.acceptor is not None:
-            self._size_buffers(made, made.getsockname()[0])
+        size_send_buffer(made, self.send_buffer)
         c.peer, c.fd = peer, made.detach()
         lock(&self.state.monitor)
         c.next, self.state.new = self.state.new, c

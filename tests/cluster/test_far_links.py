@@ -1,0 +1,80 @@
+"""Processes that are far apart: a relay between namespaces delays their packets."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from network import NetJob, Network, needed
+
+pytestmark = needed
+
+_ROUND_TRIP = 0.03
+_SUMS = """
+    import bpsx, os, socket, struct, numpy as np
+
+    bpsx.init()
+    for step in range(3):
+        values = np.arange(2_000_000, dtype=np.float32) * (bpsx.rank() + 1)
+        total = bpsx.push_pull(values, name="x", average=False)
+        assert (total == np.arange(2_000_000, dtype=np.float32) * 3).all()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held = socket.socket(fileno=os.dup(int(name)))
+            peer = held.getpeername()[0]
+        except (OSError, TypeError, IndexError):
+            continue
+        if held.family == socket.AF_INET and peer == os.environ["LANES"]:
+            info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152)
+            shortest = struct.unpack_from("I", info, 148)[0] / 1e6
+            found.append((shortest, held.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)))
+    report(sorted(found))
+"""
+
+
+def _buffers(kilobytes: str | None = None) -> list[tuple[float, int]]:
+    """Return the shortest round trip and the send buffer of a worker's connections to lanes."""
+    names = ["scheduler", "server 0", "worker 0", "worker 1"]
+    with Network(names, round_trip=_ROUND_TRIP) as network:
+        env = {"DMLC_ENABLE_RDMA": "tcp", "LANES": network.address["server 0"]}
+        if kilobytes is not None:
+            env["BPSX_SEND_BUFFER_KB"] = kilobytes
+        with NetJob(_SUMS, network, env=env) as job:
+            return [tuple(one) for one in job.results()[0][0]]
+
+
+def test_far_connections_have_the_systems_send_buffer_unless_it_is_given():
+    far, given = _buffers(), _buffers("224")
+    assert far and len(given) == len(far)
+    assert all(shortest >= _ROUND_TRIP for shortest, _ in far + given)
+    (fixed,) = {size for _, size in given}
+    assert fixed not in {size for _, size in far}
+
+
+@pytest.mark.parametrize("transport", ["zmq", "tcp"])
+def test_sums_are_right_and_a_death_is_noticed(transport):
+    source = """
+        import bpsx, numpy as np
+
+        bpsx.init()
+        try:
+            for step in range(1, 10_000):
+                total = bpsx.push_pull(np.full(300_000, step, np.float32), name="x", average=False)
+                assert (total == 2 * step).all()
+                if step == 3:
+                    report("running")
+        except bpsx.BpsxError as e:
+            report(str(e))
+    """
+    names = ["scheduler", "server 0", "worker 0", "worker 1"]
+    with (
+        Network(names, round_trip=_ROUND_TRIP) as network,
+        NetJob(source, network, env={"DMLC_ENABLE_RDMA": transport}) as job,
+    ):
+        for worker in job.workers:
+            worker.wait_for_line("running")
+        job.servers[0].signal(signal.SIGKILL)
+        for worker in job.workers:
+            worker.wait()
+            assert "server 0" in worker.reports()[-1]
