@@ -25,7 +25,6 @@ WORKERS = 2
 _BYTES = 32 * 4_096_000
 _GLOO = 128 << 20
 _SMALL = 4096
-_STREAMS = (1, 2, 4, 8, 16, 24)
 #: Each worker's bytes cross the loopback twice, to the servers and back.
 _CROSSINGS = 2 * WORKERS
 #: From so many cores on, the rate is to be 0.6 of what the sockets carry.
@@ -34,15 +33,18 @@ _MANY = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of measuring: turns; rounds of a turn; small calls of a turn; seconds of sockets."""
+    """Amount of measuring: turns, with their rounds and small calls; of plain sockets, seconds and
+    how many pairs send at a time.
+    """
 
     turns: int = 5
     rounds: int = 6
     calls: int = 200
     seconds: float = 0.25
+    streams: tuple[int, ...] = (1, 2, 4, 8, 16, 24)
 
 
-QUICK = Plan(turns=1, rounds=2, calls=50, seconds=0.1)
+QUICK = Plan(turns=1, rounds=2, calls=50, seconds=0.1, streams=(1, 2))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,9 +124,7 @@ def _measure(
             for name, own in ways.items()
         }
         gloo = running.enter_context(peers.gloo(WORKERS))
-        pairs = [
-            running.enter_context(peers.walls()) for _ in range(min(max(_STREAMS), max(1, cores)))
-        ]
+        pairs = [running.enter_context(peers.walls()) for _ in range(min(max(plan.streams), cores))]
         for name, job in jobs.items():
             _check(name, job)
         chosen = machine.count_threads(jobs["default"].workers[0].pid, "bpsx-io-")
@@ -169,7 +169,7 @@ def _peers_turn(
     figures["gloo"] += [_GLOO / s / 1e9 for s in seconds]
     small = ask_all(gloo, "all_reduce", nbytes=_SMALL, calls=plan.calls, warm=20)
     figures["gloo latency"].append(1e6 * max(map(statistics.median, small)))
-    for streams in _STREAMS:
+    for streams in plan.streams:
         if streams <= len(pairs):
             rate = peers.tcp_together(pairs[:streams], plan.seconds)
             figures[f"sockets {streams}"].append(rate / 1e9)

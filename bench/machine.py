@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -59,8 +60,11 @@ def cpu_seconds(pid: int) -> float:
 
 def count_threads(pid: int, prefix: str) -> int:
     """Return the number of a process's threads whose names begin with ``prefix``."""
-    names = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/comm")]
-    return sum(name.startswith(prefix) for name in names)
+    count = 0
+    for task in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            count += task.read_text().startswith(prefix)
+    return count
 
 
 def _ticks(pid: int) -> float:

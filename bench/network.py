@@ -122,6 +122,8 @@ class Links:
 
     def __exit__(self, *_: object) -> None:
         if self._relay is not None:
+            if self._relay.poll() is not None:
+                print("the process that delays packets has died", file=sys.stderr)
             self._relay.kill()
             self._relay.communicate()
         for name in self._names:
@@ -150,12 +152,13 @@ class Links:
             there = ["net0", "netns", self.namespace(name)]
             if self._round_trip:  # the relay stands between two pairs
                 self._pair(f"far{i}", *there)
-                self._ip(hub, "link", "set", f"far{i}", "up")
+                # Without ARP, or the first namespace would answer there by itself.
+                self._ip(hub, "link", "set", f"far{i}", "up", "arp", "off")
                 there = [f"in{i}"]
             self._pair(f"port{i}", *there)
             self._ip(hub, "link", "set", f"port{i}", "master", "net0", "up")
             if self._round_trip:
-                self._ip(hub, "link", "set", f"in{i}", "up")
+                self._ip(hub, "link", "set", f"in{i}", "up", "arp", "off")
         for name in self._names:
             self._ip(name, "addr", "add", f"{self.address[name]}/24", "dev", "net0")
             self._ip(name, "link", "set", "net0", "up")

@@ -362,8 +362,9 @@ def test_a_probe_of_a_port_does_not_count_as_refused(tcp):
     lane.join(77, 0)
     address = lane.bind("127.0.0.1")
     host, port = address.split(":")
-    for _ in range(2):
-        socket.create_connection((host, int(port))).close()
+    for linger in (0, 1):  # the end of a connection, and a reset
+        with socket.create_connection((host, int(port))) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", linger, 0))
     for peer in (stranger, friend):
         peer.join(77, 5)
         peer.connect(0, address)
@@ -551,11 +552,16 @@ def _sockets() -> dict[str, int]:
     ("given", "loopback", "wanted"),
     [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)],
 )
-def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loopback, wanted):
+@pytest.mark.parametrize("make", [zeromq_endpoint, tcp_endpoint], ids=["zeromq", "tcp"])
+def test_send_buffers_are_chosen_by_address_unless_given(
+    monkeypatch, make, given, loopback, wanted
+):
     """At both ends. The test imitates whether an address is a loopback address."""
-    monkeypatch.setattr("bpsx.system.address.is_loopback", lambda host: loopback)
+    for module in ("bpsx.system.address", "bpsx.transports.sockets.buffers"):
+        monkeypatch.setattr(f"{module}.is_loopback", lambda host: loopback)
+    monkeypatch.setattr("bpsx.transports.sockets.buffers.round_trip", lambda made: 0.001)
     before = _sockets()
-    worker, lane = network_pair(zeromq_endpoint, send_buffer=given)
+    worker, lane = network_pair(make, send_buffer=given)
     w, s = DataPlane(worker), DataPlane(lane)
     assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
     buffers = [size for fd, size in _sockets().items() if fd not in before]

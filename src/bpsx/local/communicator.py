@@ -18,13 +18,14 @@ from bpsx.errors import ConfigError, DeviceError
 from bpsx.local._cuda import Gpu
 from bpsx.local._machine import Machine
 from bpsx.local.topology import Card, ReducePlan, plan
+from bpsx.system.threads import NamedThread
 
 log = logging.getLogger("bpsx.gpus")
 #: Seconds between two polls of the other processes' notice boards; a write there signals no event.
 _LOOK_AGAIN = 0.005
 
 
-class Meeting(threading.Thread):
+class Meeting(NamedThread):
     """Thread that creates the NCCL communicator of a machine's GPUs while the job continues.
 
     The first tensors on a GPU wait for it. Each process writes its GPU to its notice board. The
@@ -45,7 +46,7 @@ class Meeting(threading.Thread):
         done: Callable[[], None],
         fail: Callable[[str], None],
     ) -> None:
-        super().__init__(name="bpsx-nccl", daemon=True)
+        super().__init__(target=self._report, name="bpsx-nccl", daemon=True)
         self._config, self._machine, self._gpu, self._done, self._fail = (
             config,
             machine,
@@ -66,7 +67,7 @@ class Meeting(threading.Thread):
         """Give up, unless a call of NCCL is running."""
         self._stopping.set()
 
-    def run(self) -> None:
+    def _report(self) -> None:
         """Create the communicator and report the outcome."""
         try:
             self._meet()

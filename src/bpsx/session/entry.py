@@ -32,6 +32,7 @@ connections = logging.getLogger("bpsx.connections")
 #: Seconds in which the scheduler says why another process of this machine is gone.
 _WHY_SECONDS = 2.0
 _MOST_VISITS = 1 << 16  # see bpsx.transports.base.Endpoint.join
+_OF_IO_THREAD = 3  # descriptors that each I/O thread opens
 _COPIED_APART = 1 << 19  # bytes; the driver copies a smaller answer before another thread wakes
 log = logging.getLogger("bpsx.session.session")
 
@@ -89,7 +90,7 @@ def enter(config: Config, again: bool) -> WorkerResources:
         near = Neighbourhood(config)
         if not config.distributed:
             return _alone(config, near, again)
-        require_descriptors("worker")
+        require_descriptors("worker", _OF_IO_THREAD * io_threads(config))
         keep_memory(config.keep_memory)
         link = Link(config)
     except Exception as e:

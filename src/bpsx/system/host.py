@@ -186,24 +186,26 @@ def heed_signals(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)
 
 
-def require_descriptors(role: str) -> None:
+def require_descriptors(role: str, more: int = 0) -> None:
     """Check that this process may open the files and connections that ``role`` needs at least.
 
+    ``more``: number of descriptors that it needs beyond those of a role with default settings.
     Libraries that run out of descriptors abort, hang, or fail far from the cause.
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """
+    least = _LEAST_DESCRIPTORS + more
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
     try:
         taken = len(os.listdir("/proc/self/fd"))
     except OSError:  # no descriptor is left, or no /proc
-        taken = limit if limit < _LEAST_DESCRIPTORS else 0
-    if taken + _LEAST_DESCRIPTORS > limit:
+        taken = limit if limit < least else 0
+    if taken + least > limit:
         raise errors.ConfigError(
             f"this {role} may have {limit} open files and connections (ulimit -n) and has {taken};"
-            f" it needs at least {_LEAST_DESCRIPTORS} more, plus one for each peer: raise the"
+            f" it needs at least {least} more, plus one for each peer: raise the"
             " limit, for example ulimit -n 1024"
         )
 

@@ -255,8 +255,8 @@ class Acceptor:
         self._selector.register(made, selectors.EVENT_READ)
         try:
             made.send(newcomer.nonce)  # the send buffer is empty, so the nonce fits
-        except OSError:
-            self._refuse(newcomer)
+        except OSError:  # it has left
+            self._let_go(newcomer)
 
     def _hear(self, newcomer: _Newcomer) -> None:
         try:
@@ -268,8 +268,7 @@ class Acceptor:
             said = b""
         newcomer.said += said
         if not newcomer.said:  # a probe of the port, as of a worker that waits for a reply
-            self._forget(newcomer)
-            newcomer.made.close()
+            self._let_go(newcomer)
             return
         if (
             said
@@ -302,9 +301,12 @@ class Acceptor:
         if not theirs:
             del self._by_address[newcomer.who]
 
-    def _refuse(self, newcomer: _Newcomer) -> None:
+    def _let_go(self, newcomer: _Newcomer) -> None:
         self._forget(newcomer)
         newcomer.made.close()
+
+    def _refuse(self, newcomer: _Newcomer) -> None:
+        self._let_go(newcomer)
         self._refusals.add(newcomer.who)
 
     @property
