@@ -15,14 +15,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench import machine, peers
-from bench.jobs import Child, Job, ask_all, progress
-from bench.report import BenchError, Case, Draw, median_case
+from bench.jobs import RATE_BYTES, Child, Job, ask_all, progress
+from bench.report import BenchError, Case, Draw, integers, median_case
 
 WORKERS = 2
-#: Of the round that ``bench.worker`` calls "rate": 32 tensors.
-_BYTES = 32 * 4_096_000
 _GLOO = 128 << 20
 _SMALL = 4096
 #: Each worker's bytes cross the loopback twice, to the servers and back.
@@ -55,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, default=4, help="server processes (default: 4)")
     parser.add_argument(
         "--threads",
-        default="",
         help="further numbers of I/O threads to measure, separated by commas (default: none)",
     )
     parser.add_argument(
@@ -66,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[Case]:
     """Return all cases. Raises :class:`BenchError` if one cannot run."""
     everything = sorted(os.sched_getaffinity(0))
-    counts = _numbers("--cores", options.cores or "", 1) or _doublings(len(everything))
+    counts = _counts("--cores", options.cores) or _doublings(len(everything))
     if max(counts) > len(everything):
         raise BenchError(f"--cores {max(counts)}: this machine has {len(everything)}")
-    threads = {f"threads-{n}": str(n) for n in _numbers("--threads", options.threads, 1)}
+    threads = {f"threads-{n}": str(n) for n in _counts("--threads", options.threads)}
     environment = {"BYTEPS_ENABLE_IPC": "1"} if options.shared else {}
     plan = QUICK if options.quick else Plan()
     cases: list[Case] = []
@@ -87,11 +85,8 @@ def picture(_: argparse.Namespace) -> Draw:
     return draw
 
 
-def _numbers(option: str, text: str, least: int) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise BenchError(f"{option} {text!r}: expected integers from {least}, separated by commas")
-    return sorted({int(part) for part in parts})
+def _counts(option: str, text: str | None) -> list[int]:
+    return sorted(set(integers(option, text, least=1))) if text else []
 
 
 def _doublings(most: int) -> list[int]:
@@ -125,8 +120,8 @@ def _measure(
         }
         gloo = running.enter_context(peers.gloo(WORKERS))
         pairs = [running.enter_context(peers.walls()) for _ in range(min(max(plan.streams), cores))]
-        for name, job in jobs.items():
-            _check(name, job)
+        for job in jobs.values():
+            job.check_rate()
         chosen = machine.count_threads(jobs["default"].workers[0].pid, "bpsx-io-")
         for turn in range(plan.turns):
             progress(f"{cores} cores, turn {turn + 1} of {plan.turns}")
@@ -136,23 +131,28 @@ def _measure(
     return figures, chosen
 
 
-def _check(name: str, job: Job) -> None:
-    peers.slowest(job.workers, "many", kind="rate", rounds=1)
-    if not all(job.ask("check", kind="rate")):
-        raise BenchError(f"{name}: the sums of push_pull are wrong")
-
-
 def _turn(name: str, job: Job, plan: Plan, figures: dict[str, list[float]]) -> None:
-    before = _cpu(job)
-    seconds = peers.slowest(job.workers, "many", kind="rate", rounds=plan.rounds)
-    figures[f"{name} cpu"].append((_cpu(job) - before) / (WORKERS * _BYTES * len(seconds) / 1e9))
-    figures[name] += [_BYTES / s / 1e9 for s in seconds]
+    pids = list(job.pids.values())
+    ask = {"op": "many", "kind": "rate", "rounds": plan.rounds}
+    _rounds(name, job.workers, pids, RATE_BYTES, ask, figures)
     each = job.ask("one", calls=plan.calls)
     figures[f"{name} latency"].append(1e6 * max(map(statistics.median, each)))
 
 
-def _cpu(job: Job) -> float:
-    return sum(map(machine.cpu_seconds, job.pids.values()))
+def _rounds(
+    name: str,
+    children: list[Child],
+    pids: Sequence[int],
+    nbytes: int,
+    ask: Mapping[str, Any],
+    figures: dict[str, list[float]],
+) -> None:
+    """Measure the rate of rounds of ``nbytes``, and the CPU time of ``pids`` per GB of a worker."""
+    before = sum(map(machine.cpu_seconds, pids))
+    seconds = peers.slowest(children, **ask)
+    spent = sum(map(machine.cpu_seconds, pids)) - before
+    figures[f"{name} cpu"].append(spent / (WORKERS * nbytes * len(seconds) / 1e9))
+    figures[name] += [nbytes / s / 1e9 for s in seconds]
 
 
 def _peers_turn(
@@ -161,12 +161,8 @@ def _peers_turn(
     plan: Plan,
     figures: dict[str, list[float]],
 ) -> None:
-    pids = [child.pid for child in gloo]
-    before = sum(map(machine.cpu_seconds, pids))
-    seconds = peers.slowest(gloo, "all_reduce", nbytes=_GLOO, calls=plan.rounds)
-    spent = sum(map(machine.cpu_seconds, pids)) - before
-    figures["gloo cpu"].append(spent / (WORKERS * _GLOO * len(seconds) / 1e9))
-    figures["gloo"] += [_GLOO / s / 1e9 for s in seconds]
+    ask = {"op": "all_reduce", "nbytes": _GLOO, "calls": plan.rounds}
+    _rounds("gloo", gloo, [child.pid for child in gloo], _GLOO, ask, figures)
     small = ask_all(gloo, "all_reduce", nbytes=_SMALL, calls=plan.calls, warm=20)
     figures["gloo latency"].append(1e6 * max(map(statistics.median, small)))
     for streams in plan.streams:

@@ -10,18 +10,17 @@ from collections import defaultdict
 from contextlib import ExitStack
 
 from bench import network, peers
-from bench.jobs import Job, ask_all, progress
+from bench.jobs import RATE_BYTES, Job, ask_all, progress
 from bench.report import Case, median_case
 
 _WORKERS, _SERVERS = 2, 2
-_RATE_BYTES = 32 * 4_096_000
 #: Jobs -> BPSX_ELASTIC. Equal jobs differ by where the system puts their processes and memory: the
 #: second one that is off shows by how much.
 _JOBS = {"servers": "servers", "off": "off", "also off": "off"}
 _ORDERS = list(itertools.permutations(_JOBS))
 #: Kind -> unit, factor from seconds, what is measured, target.
 _KINDS = {
-    "rate": ("GB/s", _RATE_BYTES / 1e9, "per worker, 32 x 4,096,000 B in flight", ">= 0.98"),
+    "rate": ("GB/s", RATE_BYTES / 1e9, "per worker, 32 x 4,096,000 B in flight", ">= 0.98"),
     "tiny": ("ms", 1e3, "round of 1000 x 4 KiB", "<= 1.02"),
     "latency": ("us", 1e6, "one push_pull of 4 KiB", "<= 1.02"),
 }

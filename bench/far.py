@@ -16,11 +16,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from bench import network, peers
-from bench.jobs import TRANSPORTS, Job, progress
-from bench.report import BenchError, Case, median_case
+from bench.jobs import RATE_BYTES, TRANSPORTS, Job, progress
+from bench.report import BenchError, Case, integers, median_case
 
 WORKERS, SERVERS = 2, 2
-_BYTES = 32 * 4_096_000  # of the round that ``bench.worker`` calls "rate"
 _SMALL = {"BPSX_SEND_BUFFER_KB": "224"}
 _BY_HAND = {
     "system": {"BPSX_SEND_BUFFER_KB": "0"},
@@ -46,14 +45,13 @@ def run(options: argparse.Namespace) -> list[Case]:
     """Return all cases. Raises :class:`BenchError` if one cannot run."""
     if why := network.why_not():
         raise BenchError(why)
-    words = [word.strip() for word in options.round_trips.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise BenchError(f"--round-trips {options.round_trips!r}: expected integers of ms from 0")
+    round_trips = integers("--round-trips", options.round_trips, "integers of ms")
     turns, rounds = (1, 1) if options.quick else (3, 2)
     cases: list[Case] = []
-    for rate, word in itertools.product(options.links.split(","), words):
-        found = _measure(rate.strip(), int(word), options.transport, turns, rounds)
-        cases += report(f"{rate.strip()}-{word}", found)
+    rates = [rate.strip() for rate in options.links.split(",")]
+    for rate, milliseconds in itertools.product(rates, round_trips):
+        found = _measure(rate, milliseconds, options.transport, turns, rounds)
+        cases += report(f"{rate}-{milliseconds}", found)
     return cases
 
 
@@ -62,25 +60,23 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Return Mbit/s by way."""
     ways = {"default": {}, "small": _SMALL, **_BY_HAND}
-    names = [f"{role} {i}" for role in ("server", "worker") for i in range(WORKERS)]
+    places = [f"worker {i}" for i in range(WORKERS)] + [f"server {i}" for i in range(SERVERS)]
     found: dict[str, list[float]] = defaultdict(list)
     with contextlib.ExitStack() as running:
         links = running.enter_context(
-            network.Links(["scheduler", *names], rate, both=True, round_trip=milliseconds / 1e3)
+            network.Links(["scheduler", *places], rate, both=True, round_trip=milliseconds / 1e3)
         )
         jobs = {
             way: running.enter_context(Job(WORKERS, SERVERS, transport, own, links=links))
             for way, own in ways.items()
         }
         for job in jobs.values():
-            peers.slowest(job.workers, "many", kind="rate", rounds=1)
-            if not all(job.ask("check", kind="rate")):
-                raise BenchError("the sums of push_pull are wrong")
+            job.check_rate()
         for turn in range(turns):
             progress(f"{rate}, {milliseconds} ms, turn {turn + 1} of {turns}")
             for way, job in jobs.items():
                 seconds = peers.slowest(job.workers, "many", kind="rate", rounds=rounds)
-                found[way] += [8 * _BYTES / s / 1e6 for s in seconds]
+                found[way] += [8 * RATE_BYTES / s / 1e6 for s in seconds]
     return found
 
 

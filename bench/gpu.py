@@ -47,7 +47,7 @@ from pathlib import Path
 
 from bench import network, peers
 from bench.jobs import Job, progress
-from bench.report import BenchError, Case, median_case
+from bench.report import BenchError, Case, integers, median_case
 from bench.shapes import NETWORKS
 
 TRAIN, LINKS = ("resnet50", "vgg16", "bert-large"), ("vgg16", "bert-large")
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         options.machines or options.gpus,
         networks,
         options.rates.split(","),
-        numbers(options.extra),
+        integers("--extra", options.extra),
         options.congestion,
         ways,
         plan_of(options.device, options.quick),
@@ -210,17 +210,6 @@ def plan_of(device: str, quick: bool) -> Plan:
     """Return the amount of measuring: small without a GPU, since gloo and the CPU are slow."""
     plan = QUICK if quick else Plan()
     return replace(plan, count=8, part=65536, large=4 << 20) if device == "cpu" else plan
-
-
-def numbers(text: str) -> list[int]:
-    """Convert ``"0,4"`` to [0, 4]."""
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError:
-        found = [-1]
-    if min(found) < 0:
-        raise BenchError(f"--extra {text!r}: expected integers from 0, separated by commas")
-    return found
 
 
 def bits(rate: str) -> float:

@@ -171,6 +171,9 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
                 progress(f"{child.name} ended with status {status}")
 
 
+#: The round that ``bench.worker`` calls "rate": number of tensors, bytes of each; bytes of all.
+RATE = (32, 4_096_000)
+RATE_BYTES = RATE[0] * RATE[1]
 #: Environment variables that select each transport.
 TRANSPORTS = {
     "zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"},
@@ -265,6 +268,12 @@ class Job:
     def ask(self, op: str, **arguments: Any) -> list[Any]:
         """Send a command to every worker and return their results."""
         return ask_all(self.workers, op, **arguments)
+
+    def check_rate(self) -> None:
+        """Run a round of "rate". Raises :class:`BenchError` if its sums are wrong."""
+        self.ask("many", kind="rate", rounds=1)
+        if not all(self.ask("check", kind="rate")):
+            raise BenchError("the sums of push_pull are wrong")
 
     def _start(self) -> None:
         self._start_roles()

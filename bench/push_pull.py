@@ -13,12 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from bench import machine, peers
-from bench.jobs import TRANSPORTS, Child, Job, ask_all, progress
+from bench.jobs import RATE, RATE_BYTES, TRANSPORTS, Child, Job, ask_all, progress
 from bench.report import BenchError, Case, median_case
 
 WORKERS = 2
-_PARTITION = 4_096_000
-_OURS = 32 * _PARTITION
+_PARTITION = RATE[1]
 _GLOO = 128 << 20
 _SMALL = 4096
 _LOOKS = 9
@@ -118,9 +117,7 @@ class Turns:
     def run(self) -> dict[str, list[float]]:
         """Return the seconds of all turns by name of the measurement."""
         if self.wanted & {"rate", "spin"}:
-            peers.slowest(self.job.workers, "many", kind="rate", rounds=1)
-            if not all(self.job.ask("check", kind="rate")):
-                raise BenchError("the sums of push_pull are wrong")
+            self.job.check_rate()
         for turn in range(self.plan.turns):
             progress(f"turn {turn + 1} of {self.plan.turns}")
             if self.wanted & {"rate", "spin"}:
@@ -167,7 +164,7 @@ def speed(
 ) -> list[Case]:
     """Return the cases whose peer is gloo or bpsx itself."""
     cases = []
-    rate = _rates(seconds["rate"], _OURS)
+    rate = _rates(seconds["rate"], RATE_BYTES)
     if "rate" in wanted:
         gloo = statistics.median(_rates(seconds["gloo rate"], _GLOO))
         cases.append(
@@ -208,7 +205,7 @@ def speed(
         cases.append(
             median_case(
                 "spin",
-                _rates(seconds["spin"], _OURS),
+                _rates(seconds["spin"], RATE_BYTES),
                 "GB/s",
                 peer=statistics.median(rate),
                 target=">= 0.50",
@@ -254,7 +251,7 @@ def one_machine(plan: Plan) -> list[Case]:
     with Job(WORKERS, 0) as job, peers.gloo(WORKERS) as gloo:
         seconds = Turns(job, gloo, {"rate", "latency"}, plan).run()
         rate, gloo_rate = (
-            _rates(seconds["rate"], _OURS),
+            _rates(seconds["rate"], RATE_BYTES),
             statistics.median(_rates(seconds["gloo rate"], _GLOO)),
         )
         return [

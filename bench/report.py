@@ -84,6 +84,17 @@ class Case:
 Draw = Callable[[Mapping[str, Any], Sequence[Case], str], None]
 
 
+def integers(option: str, text: str, what: str = "integers", least: int = 0) -> list[int]:
+    """Convert ``"0,4"`` to [0, 4]. Raises :class:`BenchError`, which names the option.
+
+    ``what``: a word for them, with their unit.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise BenchError(f"{option} {text!r}: expected {what} from {least}, separated by commas")
+    return [int(word) for word in words]
+
+
 def median_case(case: str, samples: Sequence[float], unit: str, **rest: Any) -> Case:
     """Return a case whose value is the median of ``samples``."""
     return Case(case, statistics.median(samples), unit, samples=tuple(samples), **rest)

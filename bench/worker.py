@@ -10,8 +10,9 @@ import numpy as np
 
 import bpsx
 from bench.child import serve
+from bench.jobs import RATE
 
-_MANY = {"rate": (32, 4_096_000), "tiny": (1000, 4096)}
+_MANY = {"rate": RATE, "tiny": (1000, 4096)}
 _stop_spinning: threading.Event | None = None
 
 

@@ -63,7 +63,7 @@ def test_the_default_numbers_of_cores_are_doublings_and_all(cores: ModuleType) -
 def test_a_wrong_number_names_the_option(cores: ModuleType, text: str) -> None:
     error = importlib.import_module("bench.report").BenchError
     with pytest.raises(error, match=re.escape(f"--cores {text!r}: expected integers from 1")):
-        cores._numbers("--cores", text, 1)
+        cores._counts("--cores", text)
 
 
 def test_a_job_on_all_cores_is_measured() -> None:
