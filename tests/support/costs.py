@@ -63,7 +63,9 @@ class Plugin:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Plugin(os.environ["TEST_COSTS"]))
+    # pytest-xdist gives its workers the options of PYTEST_ADDOPTS a second time.
+    if not config.pluginmanager.has_plugin("costs"):
+        config.pluginmanager.register(Plugin(os.environ["TEST_COSTS"]), "costs")
 
 
 def report(file: str) -> None:
