@@ -66,6 +66,7 @@ class Machines(Job):
         return [n / sum(had) for n in had]
 
 
+@pytest.mark.parametrize("given", [{}, {"BYTEPS_ENABLE_MIXED_MODE": "1"}], ids=["auto", "given"])
 @pytest.mark.parametrize(
     ("workers", "servers", "shares"),
     [
@@ -76,13 +77,21 @@ class Machines(Job):
     ],
     ids=["n=2, k=1", "n=3, k=0", "n=3, k=2", "n=2, k=3"],
 )
-def test_bytes_are_divided_as_in_the_paper(workers, servers, shares):
-    with Machines(workers, servers, BYTEPS_ENABLE_MIXED_MODE="1") as job:
+def test_bytes_are_divided_as_in_the_paper(workers, servers, shares, given):
+    with Machines(workers, servers, **given) as job:
         assert [reports[-1] for reports in job.results()] == ["done"] * len(workers)
         assert job.shares() == pytest.approx(shares, rel=0.03, abs=0.002)
 
 
 def test_without_mixed_mode_machines_do_not_count_but_weights_do():
-    with Machines("ab", "abc", (1, 2, 5)) as job:
+    with Machines("ab", "abc", (1, 2, 5), BYTEPS_ENABLE_MIXED_MODE="0") as job:
         job.results()
         assert job.shares() == pytest.approx([1 / 8, 2 / 8, 5 / 8], rel=0.03)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [("ab", "cde"), ("abc", "ab")])
+def test_servers_of_one_kind_have_equal_shares(workers: str, servers: str) -> None:
+    """All have a machine of their own, or none has."""
+    with Machines(workers, servers) as job:
+        job.results()
+        assert job.shares() == pytest.approx([1 / len(servers)] * len(servers), rel=0.03)

@@ -45,6 +45,7 @@ def start_worker_1(job: Job, **env: str) -> None:
     [
         ({"BPSX_ENCRYPT": "1"}, "BPSX_ENCRYPT=1 on this worker, 0 on a "),
         ({"BYTEPS_ENABLE_ASYNC": "1"}, "BYTEPS_ENABLE_ASYNC=1 on this worker"),
+        ({"BPSX_AUTOTUNE": "0"}, "BPSX_AUTOTUNE=0 on worker 1, 1 on worker 0"),
         ({"BYTEPS_PARTITION_BYTES": "8192"}, "BYTEPS_PARTITION_BYTES=8192 on worker 1"),
         ({"DMLC_NUM_WORKER": "3"}, "DMLC_NUM_WORKER=3 on this worker"),
     ],

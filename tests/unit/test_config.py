@@ -45,6 +45,7 @@ REFUSED = {
     "BYTEPS_KEY_HASH_FN": "md5",
     "BYTEPS_BUILT_IN_HASH_COEF": "0",
     "BYTEPS_ENABLE_MIXED_MODE": "k",
+    "BPSX_AUTOTUNE": "auto",
     "BPSX_SERVER_WEIGHT": "0",
     "BYTEPS_SCHEDULING_CREDIT": "-1",
     "BYTEPS_SERVER_ENGINE_THREAD": "0",
@@ -189,6 +190,21 @@ def test_rank_and_size():
 
 
 @pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, "tcp"),
+        ({"DMLC_ENABLE_RDMA": "auto"}, "tcp"),
+        ({"BPSX_ENCRYPT": "1"}, "zeromq"),
+        ({"DMLC_ENABLE_RDMA": "auto", "BPSX_ENCRYPT": "1"}, "zeromq"),
+        ({"DMLC_ENABLE_RDMA": "0"}, "zeromq"),
+        ({"DMLC_ENABLE_RDMA": "1"}, "rdma"),
+    ],
+)
+def test_the_transport_is_the_fastest_that_may_be_used(given, name):
+    assert Config(given).transport_name == name
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"DMLC_ROLE": None}, "DMLC_ROLE"),
@@ -269,6 +285,7 @@ def test_the_fingerprint_contains_the_options_that_workers_must_share():
         "BYTEPS_BUILT_IN_HASH_COEF",
         "BPSX_LOCAL_REDUCE",
         "BYTEPS_ENABLE_ASYNC",
+        "BPSX_AUTOTUNE",
         "BPSX_ELASTIC",
         "BPSX_ELASTIC_WAIT",
         "BPSX_MAX_WORKERS",

@@ -34,6 +34,7 @@ def test_the_last_arrival_starts_the_job_for_all(order):
     worker, server = dict(outputs)[b"w1"], dict(outputs)[b"s0"]
     # A server reports the worker that it has lost.
     peers = [[0, "worker 0 (h, pid 100)"], [1, "worker 1 (h, pid 101)"]]
+    assert worker.pop("probes") is False
     assert (worker["job"], worker["workers"], len(worker["servers"])) == (9, 2, 1) and {
         **worker,
         "rank": 0,

@@ -11,7 +11,7 @@ from bpsx.config.config import (
     launched,
 )
 from bpsx.config.folders import cache_dir, kernel_cache, numba_settings, runtime_dir
-from bpsx.config.job_options import MOST_WORKERS, TRANSPORT_NAMES
+from bpsx.config.job_options import MOST_WORKERS
 from bpsx.config.launchers import ALONE, STORE_PORTS, LaunchedPlace, own_store, run_id
 from bpsx.config.launchers import fields as place_fields
 from bpsx.config.operation_options import NO_ENCRYPTION
@@ -19,15 +19,16 @@ from bpsx.config.option import Option
 from bpsx.config.options import OPTIONS
 from bpsx.config.reference import reference
 from bpsx.config.torchrun_options import TORCHRUN_OPTIONS
+from bpsx.config.tuning_options import PARTITION_BYTES
 
 __all__ = [
     "ALONE",
     "MOST_WORKERS",
     "NO_ENCRYPTION",
     "OPTIONS",
+    "PARTITION_BYTES",
     "STORE_PORTS",
     "TORCHRUN_OPTIONS",
-    "TRANSPORT_NAMES",
     "Config",
     "Option",
     "LaunchedPlace",

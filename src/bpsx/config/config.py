@@ -21,7 +21,7 @@ from bpsx.config.launchers import LaunchedPlace, place
 from bpsx.config.operation_options import NO_ENCRYPTION
 from bpsx.config.option import Option
 from bpsx.config.options import OPTIONS
-from bpsx.config.parsers import folder
+from bpsx.config.parsers import AUTO, folder
 from bpsx.errors import ConfigError
 
 _KNOWN = {option.env for option in OPTIONS}
@@ -111,6 +111,13 @@ class Config:
             and self.shares_machine
             and not self.force_distributed
         )
+
+    @property
+    def transport_name(self) -> str:
+        """The transport's name in the registry. "auto" is the fastest that may be used."""
+        if self.transport != AUTO:
+            return TRANSPORT_NAMES[self.transport]
+        return "zeromq" if self.encrypt else "tcp"
 
     @property
     def may_lose_servers(self) -> bool:
@@ -267,9 +274,9 @@ class Config:
                 f" the place of a lost one, which is {self.elastic_wait:g}; expected more than 0"
             )
         yield from self._growth_faults()
-        if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
+        if self.encrypt and self.transport_name != "zeromq":
             yield NO_ENCRYPTION
-        if self.mixed_mode and self.key_hash_fn != "balanced":
+        if self.mixed_mode is True and self.key_hash_fn != "balanced":
             yield (
                 f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: BYTEPS_ENABLE_MIXED_MODE=1 assigns"
                 " partitions by bytes; expected balanced"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bpsx.config import OPTIONS, TRANSPORT_NAMES, Config
+from bpsx.config import OPTIONS, Config
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -20,6 +20,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
         "key_hash_fn",
         "hash_coefficient",
         "asynchronous",
+        "autotune",
         "elastic",
         "elastic_wait",
         "encrypt",
@@ -31,7 +32,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
         "DMLC_NUM_SERVER": config.servers,
         "BPSX_ELASTIC_WAIT": config.elastic_wait > 0,
         "BPSX_LOCAL_REDUCE": config.shares_machine,
-        "DMLC_ENABLE_RDMA": TRANSPORT_NAMES[config.transport],
+        "DMLC_ENABLE_RDMA": config.transport_name,
         "BPSX_SERVER_WEIGHT": config.server_weight if config.role == "server" else 1,
     }
     return {env: int(value) if isinstance(value, bool) else value for env, value in values.items()}
@@ -39,7 +40,8 @@ def fingerprint(config: Config) -> dict[str, Any]:
 
 def wrong_options(shared: Mapping[str, Any]) -> list[str]:
     """The options of another process's :func:`fingerprint` that are missing or not allowed."""
-    options = {o.env: o for o in OPTIONS if o.env in fingerprint(Config({}))}
+    names = fingerprint(Config({}))
+    options = {o.env: o for o in OPTIONS if o.env in names}
     wrong = []
     for env, option in options.items():
         value = shared.get(env)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bpsx.config.option import JOB, Option
-from bpsx.config.parsers import FLAG, choice, flag, integer, port_range
+from bpsx.config.parsers import AUTO, FLAG, choice, flag, integer, port_range
 
 _ROLES = ("worker", "server", "scheduler")
-#: Values of DMLC_ENABLE_RDMA -> name of the transport.
+#: Values of DMLC_ENABLE_RDMA but "auto" -> name of the transport.
 TRANSPORT_NAMES = {
     "0": "zeromq",
     "zmq": "zeromq",
@@ -152,11 +152,12 @@ JOB_OPTIONS: tuple[Option, ...] = (
     Option(
         "transport",
         "DMLC_ENABLE_RDMA",
-        choice(*TRANSPORT_NAMES),
-        "0",
-        " | ".join(TRANSPORT_NAMES),
-        "Transport between workers and servers. 0, zmq and zeromq: TCP through ZeroMQ; tcp: TCP"
-        " through plain sockets; 1, ibverbs and rdma: RDMA. See docs/run/rdma.md.",
+        choice(AUTO, *TRANSPORT_NAMES),
+        AUTO,
+        " | ".join([AUTO, *TRANSPORT_NAMES]),
+        "Transport between workers and servers. auto: tcp, or zmq if BPSX_ENCRYPT=1; tcp: TCP"
+        " through plain sockets; 0, zmq and zeromq: TCP through ZeroMQ; 1, ibverbs and rdma: RDMA."
+        " See docs/run/rdma.md.",
         JOB,
     ),
     Option(

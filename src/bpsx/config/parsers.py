@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+#: Value with which bpsx chooses.
+AUTO = "auto"
 #: Allowed values of :func:`flag`, for messages.
 FLAG = "0 or 1 (also no, false, off, yes, true, on)"
 
@@ -50,6 +52,11 @@ def choice(*values: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def auto_or_flag(text: str) -> bool | str:
+    """Parse "auto", or a flag."""
+    return AUTO if text.lower() == AUTO else flag(text)
 
 
 def flag(text: str) -> bool:

@@ -5,8 +5,21 @@ from __future__ import annotations
 import os
 
 from bpsx.config.option import GPUS, TUNING, Option
-from bpsx.config.parsers import FLAG, choice, flag, integer, modules, number, ranks, zero_or
+from bpsx.config.parsers import (
+    AUTO,
+    FLAG,
+    auto_or_flag,
+    choice,
+    flag,
+    integer,
+    modules,
+    number,
+    ranks,
+    zero_or,
+)
 
+#: Default of BYTEPS_PARTITION_BYTES.
+PARTITION_BYTES = 2 << 20
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 
 
@@ -42,10 +55,12 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         "partition_bytes",
         "BYTEPS_PARTITION_BYTES",
         integer(4096),
-        2 << 20,
+        PARTITION_BYTES,
         "a whole number of bytes, at least 4096",
         "Maximum size of a partition (in whole pages); tensors are cut into partitions. Compressed"
-        " tensors have partitions of twice this size. Must be the same on all workers.",
+        " tensors have partitions of twice this size. With the default, the job measures its links"
+        " and takes smaller partitions on slow ones (BPSX_AUTOTUNE). Must be the same on all"
+        " workers.",
         TUNING,
     ),
     Option(
@@ -61,11 +76,23 @@ TUNING_OPTIONS: tuple[Option, ...] = (
     Option(
         "mixed_mode",
         "BYTEPS_ENABLE_MIXED_MODE",
-        flag,
-        False,
-        FLAG,
+        auto_or_flag,
+        AUTO,
+        f"auto, {FLAG}",
         "Servers on workers' machines get fewer bytes than other servers, so that all network"
-        " cards carry the same load. Must be the same on all workers.",
+        " cards carry the same load. auto: if there are servers of both kinds. Must be the same on"
+        " all workers.",
+        TUNING,
+    ),
+    Option(
+        "autotune",
+        "BPSX_AUTOTUNE",
+        flag,
+        True,
+        FLAG,
+        "A job of several machines measures its links when it begins, and chooses the size of"
+        " partitions that fits them, unless BYTEPS_PARTITION_BYTES has another value than its"
+        " default. Must be the same on all workers.",
         TUNING,
     ),
     Option(

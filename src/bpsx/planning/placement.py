@@ -116,6 +116,9 @@ class Placement:
         self._hash = _HASHES.get(function)
         self._coefficient = coefficient
         self._partition_bytes = partition_bytes
+        #: Most bytes of a partition of uncompressed tensors that are placed from now on; at most
+        #: ``partition_bytes``.
+        self.wanted_bytes = partition_bytes
         firsts = [sum(lanes[:s]) for s in range(len(lanes))]
         self._lanes = [list(range(first, first + n)) for first, n in zip(firsts, lanes)]
         self._shares = [1 / len(lanes)] * len(lanes) if shares is None else list(shares)
@@ -137,6 +140,9 @@ class Placement:
         ``tensor``: its number. ``nbytes``: its size. ``first``: number of its first partition.
         Partitions begin at multiples of the page size.
         """
+        # A tensor has at most so many partitions that each has a key.
+        fits = nbytes <= PARTS_PER_TENSOR * self.wanted_bytes
+        most = self.wanted_bytes if fits and not compressed else self._partition_bytes
         self._bytes += max(nbytes, PAGE_BYTES)
         # A job with other servers must find the state that compression keeps of each partition, so
         # compressed tensors are not cut finer. Neither are tensors from 32 GiB on: they could have
@@ -150,24 +156,21 @@ class Placement:
         if not finer:
             return [
                 self._place_one(key_of(tensor, i), span.length)
-                for i, span in enumerate(
-                    partition(nbytes, self._partition_bytes, compressed), first
-                )
+                for i, span in enumerate(partition(nbytes, most, compressed), first)
             ]
         places: list[Assignment] = []
         left = nbytes
         while left or not places:
-            length = self._next_length(left)
+            length = self._next_length(left, most_bytes(most, False))
             places.append(self._place_one(key_of(tensor, first + len(places)), length))
             left -= length
         return places
 
-    def _next_length(self, left: int) -> int:
+    def _next_length(self, left: int, most: int) -> int:
         """Return the bytes of a tensor's next partition, which goes to the server that lacks most.
 
-        ``left``: bytes of the tensor that have no place yet.
+        ``left``: bytes of the tensor that have no place yet. ``most``: of a partition.
         """
-        most = most_bytes(self._partition_bytes, False)
         has, server = self._least[0]
         lacks = (self._bytes * (1 + _SLACK) - has) * self._shares[server]
         wanted = min(most, max(_LEAST, int(lacks) // PAGE_BYTES * PAGE_BYTES))

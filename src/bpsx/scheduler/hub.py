@@ -318,6 +318,9 @@ class Hub:
         for note in self._members.notes:
             log.warning("%s", note)
         self._members.notes.clear()
+        for choice in self._members.choices:
+            log.info("%s", choice)
+        self._members.choices.clear()
 
     @property
     def _in_need(self) -> bool:
@@ -554,6 +557,9 @@ class Hub:
             return self._members.cannot_start(ident, message)
         if kind in KINDS:
             return self._observers.handle(ident, message, time.monotonic())
+        if kind == "RATE":
+            self._members.rate(ident, message)
+            return []
         if kind == "DECLARE":
             return self._members.declare(ident, message)
         if kind == "WAITING":

@@ -17,9 +17,11 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from bpsx.config import PARTITION_BYTES
 from bpsx.errors import Status
-from bpsx.planning.load_balance import shares_by_host
+from bpsx.planning.link_rate import PROBE
 from bpsx.planning.placement import Assignment, Placement
+from bpsx.scheduler import tuning
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.growing import Growing
 from bpsx.scheduler.registry import RegisteredTensor, Registry
@@ -55,6 +57,10 @@ class Membership(Growing):
         self.epoch = 0  # number of resets after a stall
         # The first worker that left without a failure.
         self._first_leaver: Node | None = None
+        #: What was chosen for the job, as text for the log; the hub takes them away.
+        self.choices: list[str] = []
+        # None: the size of partitions is not chosen.
+        self._tuning: tuning.PartitionTuning | None = None
         self._dead: list[Loss] = []  # deaths of workers that an asynchronous job survived
         # True if the job failed only because of `_dead`: all other workers left in good order.
         self.survived = False
@@ -70,7 +76,10 @@ class Membership(Growing):
         workers, servers = self._of("worker"), self._of("server")
         for rank, server in enumerate(servers):
             server.rank = rank
-        self._arrange(servers)
+        placement = self._arrange(servers)
+        probes = tuning.tunes_partitions(workers[0].config, self.machines, self.asynchronous)
+        if probes:
+            self._tuning = tuning.PartitionTuning(placement, PARTITION_BYTES, len(workers))
         self._move(JobEvent.COMPLETE)
         self._roster.start()
         roster = {
@@ -84,7 +93,18 @@ class Membership(Growing):
             (s.ident, {**roster, **self._for_server(s, first)})
             for s, first in zip(servers, firsts, strict=False)
         ]
-        return out + [(w.ident, {**roster, "rank": w.rank}) for w in workers]
+        return out + [(w.ident, {**roster, "rank": w.rank, "probes": probes}) for w in workers]
+
+    def rate(self, ident: bytes, m: dict[str, Any]) -> None:
+        """Handle RATE: a worker has measured its links. ``m``: rate."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or self._tuning is None:
+            return
+        self._note_choice(self._tuning.add(node.rank, m["rate"]))
+
+    def _note_choice(self, text: str) -> None:
+        if text:
+            self.choices.append(text)
 
     def _arrange(self, servers: Sequence[Node]) -> Placement:
         """Prepare the job that begins with ``servers``; returns the placement of its tensors."""
@@ -113,13 +133,10 @@ class Membership(Growing):
     def _shares(self, nodes: Sequence[Node]) -> dict[int, float]:
         """The fraction of all bytes that each of these servers should sum, by rank."""
         servers = [(s.host, int(s.config["BPSX_SERVER_WEIGHT"])) for s in nodes]
-        if not (servers and self._of("worker")[0].config["BYTEPS_ENABLE_MIXED_MODE"]):
-            shares = [weight / sum(w for _, w in servers) for _, weight in servers]
-        else:
-            workers = self._roster.live.values()
-            hosts = [w.host for w in workers if w.rank % self.processes == 0]
-            shares = shares_by_host(hosts, servers)
-        return {node.rank: share for node, share in zip(nodes, shares, strict=True)}
+        workers = self._roster.live.values()
+        hosts = [w.host for w in workers if w.rank % self.processes == 0]
+        found = tuning.shares(self._of("worker")[0].config, hosts, servers)
+        return {node.rank: share for node, share in zip(nodes, found, strict=True)}
 
     # ---- while the job runs
 
@@ -138,6 +155,8 @@ class Membership(Growing):
         ):
             return []
         name, generation = m["name"], m["generation"]
+        if self._tuning is not None and not name.startswith(PROBE):
+            self._note_choice(self._tuning.decide())
         known, ranks = self.registry.declare(
             node.rank,
             name,

@@ -1,6 +1,6 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO (or CANNOT instead), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
+A node sends HELLO (or CANNOT instead), RATE, DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
 CONNECTED, BROKEN, DEPART, AT, HERE, READY, SYNCED, BYE. The hub sends STATUS, WELCOME, REFUSED,
 PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY,
 SOON, MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends
@@ -33,7 +33,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -90,6 +90,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
         "reason": _TEXT,
         "config": (dict, 0, 64),
     },
+    #: Bytes of a tensor per second that a worker has exchanged with the servers.
+    "RATE": {"rate": (int, 0, 2**62)},
     "DECLARE": {
         "name": (str, 1, MAX_NAME),
         "generation": _POSITION,

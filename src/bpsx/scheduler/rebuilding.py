@@ -20,6 +20,7 @@ from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
 from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import Told
+from bpsx.scheduler.tuning import restored_size, tunes_partitions
 
 #: Why a server is refused that was about to join.
 _SILENT = "this scheduler had lost its connections to all workers, and ends"
@@ -419,6 +420,8 @@ class Rebuilding(Membership):
         # A lost worker may have told only lanes of a tensor.
         tellers = [*workers.values(), *job.servers.values()]
         placement.restore(replaced, slots_given(tellers, longest), places, yields)
+        if tunes_partitions(self._of("worker")[0].config, self.machines, self.asynchronous):
+            placement.wanted_bytes = restored_size(tensors)
         self.look_for_uneven(now)
         self.registry.restore(tensors, max(r.key for r in tellers))
 

@@ -45,7 +45,8 @@ class WorkerResources:
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
     servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
-    has been in an earlier job, from which workers may have kept different state. ``shrinks``: the
+    has been in an earlier job, from which workers may have kept different state. ``probes``: the
+    session measures its links before anything else. ``shrinks``: the
     job goes on without workers that it loses. ``numbers``: of the workers, in the order of entry.
     ``joins``, ``epoch``: number of joins that have ended, and of resets after a stall. ``terms``:
     TERMs of the time before. ``names``: see ``told_names.py``. ``opened`` closes all of it.
@@ -61,6 +62,7 @@ class WorkerResources:
     servers: list[Any]
     job: int
     continued: bool
+    probes: bool
     shrinks: bool
     numbers: list[int]
     joins: int
@@ -118,6 +120,7 @@ def _alone(config: Config, near: Neighbourhood, again: bool) -> WorkerResources:
         0,
         again,
         False,
+        False,
         [0],
         0,
         0,
@@ -167,6 +170,7 @@ def _enter_job(config: Config, near: Neighbourhood, link: Link, again: bool) -> 
             welcome["servers"],
             welcome["job"],
             welcome["again"],
+            welcome.get("probes", False),
             welcome["shrinks"],
             welcome["living"],
             welcome.get("joins", 0),

@@ -19,11 +19,13 @@ from bpsx.core._tensor import CommitGroup
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
+from bpsx.scheduler.client import Link
 from bpsx.session.boundaries import Change
 from bpsx.session.company import Company
 from bpsx.session.decisions import Decisions
 from bpsx.session.entry import enter
 from bpsx.session.limits import check_name, check_new
+from bpsx.session.link_probe import Array, measure
 from bpsx.session.liveness import Liveness
 from bpsx.session.refusals import mine
 from bpsx.session.states import CLOSING, OVER, Event, Life
@@ -99,6 +101,24 @@ class Session(Liveness):
             self._life.move(Event.CANNOT_BEGIN)
             resources.abandon(e)
             raise
+        if resources.probes and self._link is not None:
+            self._tell_rate(self._link, len(resources.numbers))
+
+    def _tell_rate(self, link: Link, workers: int) -> None:
+        """Measure the links together with the other workers, and tell the scheduler."""
+
+        def sum_(name: str, array: Array) -> None:
+            place, code = (array.ctypes.data, array.nbytes), BY_NAME[str(array.dtype)].code
+            request = Request(name, place, place, will_wait=True, owner=array)
+            self.submit(request, array.shape, code, array.nbytes).wait()
+
+        log.debug("measures the links, together with the other workers")
+        try:
+            rate = measure(sum_, workers, time.perf_counter)
+        except errors.BpsxError as e:  # it has ended the job, and the next verb raises it
+            log.info("the links could not be measured: %s", e)
+        else:
+            link.send("RATE", rate=int(rate))
 
     # ---- the verbs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from bpsx.config import TRANSPORT_NAMES, Config, frame_bound
+from bpsx.config import Config, frame_bound
 from bpsx.errors import TransportError
 from bpsx.transports.base import Endpoint
 
@@ -88,13 +88,13 @@ def open_endpoint(config: Config) -> Endpoint:
 
 def io_threads(config: Config) -> int:
     """Return the number of I/O threads that :func:`open_endpoint` starts for this process."""
-    tcp = TRANSPORT_NAMES[config.transport] == "tcp"
+    tcp = config.transport_name == "tcp"
     return config.io_threads if tcp and config.role == "worker" else 0
 
 
 def _open_one(config: Config) -> Endpoint:
     """Open an endpoint that the calling thread drives."""
-    name = TRANSPORT_NAMES[config.transport]
+    name = config.transport_name
     if name not in _TABLE:
         raise TransportError(
             f"transport {name!r} does not exist; expected one of {', '.join(sorted(_TABLE))}"
