@@ -118,7 +118,7 @@ def test_a_lost_machine_is_replaced(transport):
 
 
 def test_a_machine_enters_once_all_of_its_processes_have_come():
-    with GrowingMachines(2, steps=1_500, servers=1, env={"BYTEPS_LOG_LEVEL": "INFO"}) as job:
+    with GrowingMachines(2, servers=1, env={"BYTEPS_LOG_LEVEL": "INFO"}) as job:
         job.lose(0, 10)
         first = job.join(0)
         job.workers[first].wait_for_line("waits for worker 1 on the same machine")
@@ -129,7 +129,7 @@ def test_a_machine_enters_once_all_of_its_processes_have_come():
 
 
 def test_a_process_that_dies_while_its_machine_joins_leaves_the_others_alone():
-    with GrowingMachines(3, steps=600, servers=2) as job:
+    with GrowingMachines(3, servers=2) as job:
         job.lose(2, 10)
         for of in (0, 1):
             new = job.join_machine(1)
@@ -145,7 +145,7 @@ def test_a_process_that_dies_while_its_machine_joins_leaves_the_others_alone():
 
 def test_a_job_grows_beyond_its_machines():
     env = {"BPSX_MAX_WORKERS": "3"}
-    with GrowingMachines(2, steps=300, servers=2, env=env) as job:
+    with GrowingMachines(2, servers=2, env=env) as job:
         job.workers[0].wait_for_line('["step", 10')
         new = job.join_machine(2)
         for worker in new:

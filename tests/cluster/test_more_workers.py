@@ -27,7 +27,7 @@ def grown(workers: int = 2, **more) -> Growing:
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
 def test_two_workers_become_four(transport, fixed):
     env = {**TRANSPORTS[transport], "BPSX_FIXED_ORDER": fixed}
-    with grown(steps=300, env=env, servers=2) as job:
+    with grown(env=env, servers=2) as job:
         job.workers[0].wait_for_line('["step", 10')
         for number in random.sample([2, 3], 2):
             job.workers[job.join(number)].wait_for_line('["step"')
@@ -37,7 +37,7 @@ def test_two_workers_become_four(transport, fixed):
 
 
 def test_one_worker_becomes_three():
-    with grown(1, steps=300) as job:
+    with grown(1) as job:
         job.workers[0].wait_for_line('["step", 10')
         for number in (1, 2):
             job.workers[job.join(number)].wait_for_line('["step"')
@@ -46,7 +46,7 @@ def test_one_worker_becomes_three():
 
 
 def test_a_worker_that_comes_before_the_job_begins_joins_it():
-    job = grown(steps=200)
+    job = grown()
     try:
         job.start_scheduler()
         early = job.workers[job.join(3)]
@@ -62,11 +62,11 @@ def test_a_worker_that_comes_before_the_job_begins_joins_it():
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
 def test_all_places_are_left_and_taken_again(transport):
-    with grown(steps=600, env=TRANSPORTS[transport], servers=2) as job:
+    with grown(env=TRANSPORTS[transport], servers=2) as job:
         job.workers[0].wait_for_line('["step", 10')
         third = job.join(2)
         job.workers[third].wait_for_line('["step"')
-        job.lose(third, 1)
+        job.lose(third)
         again, fourth = job.join(2), job.join(3)
         for new in (again, fourth):
             job.workers[new].wait_for_line('["step"')
@@ -76,7 +76,7 @@ def test_all_places_are_left_and_taken_again(transport):
 
 
 def test_a_server_joins_a_grown_job_and_takes_keys_over():
-    with grown(steps=500, servers=2) as job:
+    with grown(servers=2) as job:
         job.workers[0].wait_for_line('["step", 10')
         job.workers[job.join(3)].wait_for_line('["step"')
         job.start_server(2)
@@ -84,13 +84,14 @@ def test_a_server_joins_a_grown_job_and_takes_keys_over():
         job.servers[0].signal(signal.SIGKILL)
         job.scheduler.wait_for_line("its keys go to")
         job.workers[job.join(2)].wait_for_line('["step"')
+        job.tell_to_end()
         living = job.workers
         assert [w.wait() for w in living] == [0] * 4, job.everything()
         assert len({str(w.reports()[-1][2]) for w in living}) == 1
 
 
 def test_the_scheduler_dies_after_the_job_has_grown():
-    with grown(steps=500, servers=2) as job:
+    with grown(servers=2) as job:
         job.workers[0].wait_for_line('["step", 10')
         third = job.join(2)
         job.workers[third].wait_for_line('["step"')
@@ -107,11 +108,11 @@ def test_the_scheduler_dies_after_the_job_has_grown():
 
 def test_with_replace_the_job_waits_for_as_many_workers_as_it_had():
     env = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "60"}
-    with grown(steps=300, env=env) as job:
+    with grown(env=env) as job:
         job.workers[0].wait_for_line('["step", 10')
         third = job.join(2)
         job.workers[third].wait_for_line('["step"')
-        job.lose(third, 1)
+        job.lose(third)
         job.scheduler.wait_for_line("all workers have stopped, and wait for another")
         job.workers[job.join(3)].wait_for_line('["step"')  # another place will do
         job.end_well(third)
@@ -119,15 +120,16 @@ def test_with_replace_the_job_waits_for_as_many_workers_as_it_had():
 
 @pytest.mark.parametrize("codec", ["onebit", "randomk"])
 def test_compression_goes_on_with_more_workers(codec):
-    source = COMPRESSED.format(steps=250, newcomer=False, codec=codec)
+    source = COMPRESSED.format(newcomer=False, codec=codec)
     env = {**SHRINK, "BYTEPS_MIN_COMPRESS_BYTES": "0", "BYTEPS_PARTITION_BYTES": "65536"}
     env["BPSX_MAX_WORKERS"] = "4"
     with Job(source, workers=2, servers=2, env=env) as job:
         job.workers[1].wait_for_line('["step", 30')
         for number in (2, 3):
-            job.start_worker(number, COMPRESSED.format(steps=250, newcomer=True, codec=codec))
+            job.start_worker(number, COMPRESSED.format(newcomer=True, codec=codec))
             job.workers[number].wait_for_line('["step"')
         job.servers[0].signal(signal.SIGKILL)
+        job.tell_to_end()
         everything = "\n".join(p.text()[-1500:] for p in job.processes)
         assert [w.wait() for w in job.workers] == [0] * 4, everything
         assert len({str(w.reports()[-1]) for w in job.workers}) == 1
@@ -165,22 +167,21 @@ def unnumbered(job: Growing, newcomer: bool = True) -> int:
     """Start a worker without DMLC_WORKER_ID; returns its index in ``workers``."""
     index = len(job.workers)
     job._worker_env[index] = {"DMLC_WORKER_ID": ""}
-    source = TRAINING.format(steps=job.steps, newcomer=newcomer)
-    job.start_worker(index, source)
+    job.start_worker(index, TRAINING.format(newcomer=newcomer))
     return index
 
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
 def test_the_scheduler_numbers_workers_that_have_no_number(transport):
     own = dict.fromkeys(range(2), {"DMLC_WORKER_ID": ""})
-    with grown(2, steps=300, env=TRANSPORTS[transport], worker_env=own) as job:
+    with grown(2, env=TRANSPORTS[transport], worker_env=own) as job:
         job.workers[0].wait_for_line('["step", 10')
         third, fourth = unnumbered(job), unnumbered(job)
         for new in (third, fourth):
             job.workers[new].wait_for_line('["step"')
         waits = unnumbered(job)
         job.scheduler.wait_for_line("wants to join", count=3)
-        job.lose(third, 1)
+        job.lose(third)
         job.workers[waits].wait_for_line('["step"')
         job.end_well(third)
         assert changes(job.added(0))[-1] == 10.0, "not all numbers are taken"

@@ -152,7 +152,7 @@ def test_survivors_go_on_when_a_worker_is_killed_and_then_a_server() -> None:
 @with_rdma
 def test_a_lost_worker_is_replaced() -> None:
     env = {**CUT, "BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "600"}
-    with Growing(2, steps=40, env=env, servers=1) as job:
+    with Growing(2, env=env, servers=1) as job:
         assert job.scheduler is not None
         job.lose(1, 10)
         job.scheduler.wait_for_line("all workers have stopped, and wait for another")
@@ -165,11 +165,11 @@ def test_a_lost_worker_is_replaced() -> None:
 @with_rdma
 def test_the_successor_of_a_lost_worker_dies_too() -> None:
     env = {**CUT, "BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "600"}
-    with Growing(2, steps=40, env=env, servers=1) as job:
+    with Growing(2, env=env, servers=1) as job:
         assert job.scheduler is not None
         job.lose(1, 10)
         successor = job.join(1)
-        job.lose(successor, 1)
+        job.lose(successor)
         job.workers[job.join(1)].wait_for_line('["step"')
         job.end_well(1, successor)
 

@@ -56,6 +56,12 @@ def pass_gate(step):
         open(gate).read()
 
 
+def told_to_end():
+    # Whether the test has called Job.tell_to_end(). Workers hear of it in different steps, so each
+    # pushes what it has heard, and all end by the sum.
+    return os.path.exists(os.environ["END_FILE"])
+
+
 def hear():
     # A line, whatever it says, for a process that is struck meanwhile: Python does not look at a
     # signal that came just before a read blocks.
@@ -283,6 +289,7 @@ class Job:
             "BPSX_ANNOUNCE": "0",
             **(env or {}),
         }
+        self._env["END_FILE"] = str(Path(self._folder.name) / "end")
         if "BPSX_CACHE_DIR" in os.environ:
             self._env.setdefault("BPSX_CACHE_DIR", os.environ["BPSX_CACHE_DIR"])
         self._worker_env = worker_env or {}
@@ -344,6 +351,10 @@ class Job:
         run = self._run if source is None else ["-c", _PRELUDE + textwrap.dedent(source)]
         command = self.command(f"worker {i}", [sys.executable, *run])
         self.workers.append(Process(f"worker {i}", command, env))
+
+    def tell_to_end(self) -> None:
+        """Let ``told_to_end()`` be true in the workers: the test has seen what it waited for."""
+        Path(self._env["END_FILE"]).touch()
 
     @property
     def processes(self) -> list[Process]:
