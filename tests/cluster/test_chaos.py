@@ -8,12 +8,23 @@ import argparse
 import importlib
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from network import needed
 
+from support import benches
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The job's processes are forks: to import PyTorch takes longer than all that they do."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in the process that they are forked from
+    with benches.forks():
+        yield
 
 
 @pytest.mark.timeout(300)

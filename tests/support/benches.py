@@ -32,7 +32,8 @@ class _Forked(Fork):
     def __init__(
         self, command: list[str], env: dict[str, str], kind: Kind, pipes: bool, log: Path | None
     ) -> None:
-        super().__init__(command, env, kind)
+        # In the log when the process has ended, as a thread might not have passed it on by then.
+        super().__init__(command, env, kind, log)
         texts: tuple[Any, ...] = (self.stdin, self.stdout, self.stderr)
         self.stdin, self.stdout, self.stderr = (text.detach() for text in texts)
         passed_on: list[IO[bytes]] = [self.stderr]
@@ -44,7 +45,7 @@ class _Forked(Fork):
 
     @staticmethod
     def _pass_on(stream: IO[bytes], log: Path | None) -> None:
-        with open(log or "/dev/stderr", "ab") as file, stream:
+        with open(log or "/dev/stderr", "ab", 0) as file, stream:
             shutil.copyfileobj(stream, file, 1)
 
 

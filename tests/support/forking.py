@@ -277,11 +277,19 @@ class Fork:
     """The part of :class:`subprocess.Popen`'s interface that tests need, for a forked process.
 
     ``command``: ``python -c SOURCE``, ``python -m MODULE`` or ``python SCRIPT ARGUMENT...``; before
-    it ``env NAME=VALUE...`` or ``ip netns exec NAME``.
+    it ``env NAME=VALUE...`` or ``ip netns exec NAME``. ``log``: a file that the process writes its
+    errors to; ``stderr`` is empty then.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], kind: Kind) -> None:
-        inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
+    def __init__(
+        self, command: list[str], environment: dict[str, str], kind: Kind, log: Path | None = None
+    ) -> None:
+        inward, outward = os.pipe(), os.pipe()
+        errors = (
+            (os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+            if log
+            else os.pipe()
+        )
         self._of = _nursery(kind)
         self.args = command
         self.returncode: int | None = None
