@@ -302,12 +302,13 @@ def test_other_operations_go_on_without_a_machine(scene):
 def test_a_process_dies_while_there_is_no_scheduler(killed):
     """The next one goes on without its machine, after BPSX_SCHEDULER_WAIT at the latest."""
     env = {"BPSX_SCHEDULER_WAIT": "6"}
-    with Shrinking(3 * EACH, steps=40, env=env, servers=2, processes=EACH) as job:
+    with Shrinking(3 * EACH, env=env, servers=2, processes=EACH) as job:
         job.await_step(0, 3)
         job.scheduler.signal(signal.SIGKILL)
         job.scheduler.wait()
         job.workers[3 if killed == "root" else 2].signal(signal.SIGKILL)
         job.start_scheduler(int(job.port))
+        job.tell_to_end()
         assert job.workers[2 if killed == "root" else 3].wait() != 0
         living = [0, 1, 4, 5]
         assert [job.workers[of].wait() for of in living] == [0] * 4, everything(job)
