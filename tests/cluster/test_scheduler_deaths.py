@@ -90,7 +90,7 @@ def test_steps_go_on_and_another_scheduler_takes_over():
 
 
 _STEPPING = """
-    import bpsx, numpy as np
+    import bpsx, time, numpy as np
 
     bpsx.init()
     one, steps, sums = np.ones(30_000, np.float32), 0, 0.0
@@ -104,6 +104,8 @@ _STEPPING = """
             asked = bpsx.push_pull(np.array([told], np.float32), name="told", average=False)
             sums += float(bpsx.push_pull(one, name="x", average=False)[0])
             steps += 1
+            # A pause for each of the many steps. The others wait, so a death still meets a step.
+            time.sleep(0.005 * (bpsx.rank() == 0))
             if asked[0] == bpsx.size():
                 os.read(0, 3)
                 report([word, steps, sums])
