@@ -169,7 +169,7 @@ def test_a_machine_leaves_when_one_of_its_processes_gets_sigterm(transport, asks
 
 
 def test_all_machines_leave_at_once():
-    with Departing(2 * EACH, steps=10_000, servers=2, processes=EACH) as job:
+    with Departing(2 * EACH, servers=2, processes=EACH) as job:
         for worker in job.workers:
             worker.wait_for_line('["step", 10,')
         for worker in job.workers:
