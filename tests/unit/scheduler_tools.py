@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from bpsx.config import Config
 from bpsx.config.fingerprint import fingerprint
 from bpsx.scheduler.membership import Membership
@@ -9,11 +11,12 @@ from bpsx.scheduler.messages import PROTOCOL
 
 
 def config(workers: int, servers: int, **changes) -> dict:
-    return {
-        **fingerprint(Config({"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)})),
-        "BPSX_ELASTIC": "off",
-        **changes,
-    }
+    return {**_defaults(workers, servers), "BPSX_ELASTIC": "off", **changes}
+
+
+@functools.cache  # reading all options takes longer than all else that most greetings need
+def _defaults(workers: int, servers: int) -> dict:
+    return fingerprint(Config({"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}))
 
 
 def hello(
