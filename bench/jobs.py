@@ -179,7 +179,7 @@ TRANSPORTS = {
     "zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"},
     "tcp": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"},
     "rdma": {"DMLC_ENABLE_RDMA": "1", "BYTEPS_ENABLE_IPC": "0"},
-    "shm": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1"},
+    "shm": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "1"},
 }
 
 
