@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from network import NetJob, Network, needed
 
+from bench import network
+
 pytestmark = needed
 
 _ROUND_TRIP = 0.03
@@ -29,30 +31,43 @@ _SUMS = """
         if held.family == socket.AF_INET and peer == os.environ["LANES"]:
             info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152)
             shortest = struct.unpack_from("I", info, 148)[0] / 1e6
-            found.append((shortest, held.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)))
+            size = held.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            control = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            found.append((shortest, size, control.rstrip(bytes(1)).decode()))
     report(sorted(found))
 """
 
 
-def _buffers(kilobytes: str | None = None) -> list[tuple[float, int]]:
-    """Return the shortest round trip and the send buffer of a worker's connections to lanes."""
+def _connections(round_trip: float = _ROUND_TRIP, **given: str) -> list[tuple[float, int, str]]:
+    """Return of a worker's connections to lanes: shortest round trip, send buffer, congestion
+    control.
+    """
     names = ["scheduler", "server 0", "worker 0", "worker 1"]
-    with Network(names, round_trip=_ROUND_TRIP) as network:
-        env = {"DMLC_ENABLE_RDMA": "tcp", "LANES": network.address["server 0"]}
-        if kilobytes is not None:
-            env["BPSX_SEND_BUFFER_KB"] = kilobytes
-        with NetJob(_SUMS, network, env=env) as job:
+    with Network(names, round_trip=round_trip) as links:
+        env = {"DMLC_ENABLE_RDMA": "tcp", "LANES": links.address["server 0"], **given}
+        with NetJob(_SUMS, links, env=env) as job:
             return [tuple(one) for one in job.results()[0][0]]
 
 
 def test_far_connections_have_the_systems_send_buffer_unless_it_is_given():
-    far, given = _buffers(), _buffers("224")
+    far, given = _connections(), _connections(BPSX_SEND_BUFFER_KB="224")
     assert far and len(given) == len(far)
-    assert all(shortest >= _ROUND_TRIP for shortest, _ in far + given)
+    assert all(shortest >= _ROUND_TRIP for shortest, _, _ in far + given)
     most = int(Path("/proc/sys/net/core/wmem_max").read_text())
     fixed = 2 * min(224 << 10, most)  # the kernel doubles what one asks for
-    assert {size for _, size in given} == {fixed}
-    assert fixed not in {size for _, size in far}
+    assert {size for _, size, _ in given} == {fixed}
+    assert fixed not in {size for _, size, _ in far}
+
+
+@pytest.mark.skipif(network.congestion() != "bbr", reason="the system's is not BBR")
+def test_bbr_stays_between_far_machines_only():
+    for round_trip, given, stays in (
+        (_ROUND_TRIP, "auto", True),
+        (0.0, "auto", False),
+        (0.0, "system", True),
+    ):
+        controls = {control for *_, control in _connections(round_trip, BPSX_CONGESTION=given)}
+        assert (controls == {"bbr"}) is stays and "" not in controls, (round_trip, given, controls)
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp"])
@@ -72,8 +87,8 @@ def test_sums_are_right_and_a_death_is_noticed(transport):
     """
     names = ["scheduler", "server 0", "worker 0", "worker 1"]
     with (
-        Network(names, round_trip=_ROUND_TRIP) as network,
-        NetJob(source, network, env={"DMLC_ENABLE_RDMA": transport}) as job,
+        Network(names, round_trip=_ROUND_TRIP) as links,
+        NetJob(source, links, env={"DMLC_ENABLE_RDMA": transport}) as job,
     ):
         for worker in job.workers:
             worker.wait_for_line("running")

@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 #: Value with which bpsx chooses.
@@ -48,6 +49,17 @@ def choice(*values: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text.lower() not in values:
+            raise ValueError
+        return text.lower()
+
+    return parse
+
+
+def word(most: int) -> Callable[[str], str]:
+    """Parser of at most ``most`` letters, digits, _ and -; the result is in lower case."""
+
+    def parse(text: str) -> str:
+        if len(text) > most or not re.fullmatch(r"[a-z0-9_-]+", text.lower()):
             raise ValueError
         return text.lower()
 

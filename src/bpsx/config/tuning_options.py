@@ -15,6 +15,7 @@ from bpsx.config.parsers import (
     modules,
     number,
     ranks,
+    word,
     zero_or,
 )
 
@@ -182,6 +183,17 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         False,
         FLAG,
         "A server processes waiting pushes by priority instead of by arrival.",
+        TUNING,
+    ),
+    Option(
+        "congestion",
+        "BPSX_CONGESTION",
+        word(15),
+        AUTO,
+        "auto, system, or a name of at most 15 characters, such as cubic",
+        "TCP congestion control of connections over plain sockets. auto: the system's, but between"
+        " near machines cubic, or else reno, in place of BBR, which pauses each connection every"
+        " ten seconds; system: the system's in any case.",
         TUNING,
     ),
     Option(

@@ -155,9 +155,9 @@ def network(report: Report, config: Config | None) -> None:
     if control == "bbr":
         report.hints.append(
             "TCP's congestion control is bbr. It slows each connection down for 0.2 s every 10 s to"
-            " measure the network, and a push_pull waits for the slowest connection. Within a data"
-            " centre cubic is steadier: sysctl net.ipv4.tcp_congestion_control=cubic, on all"
-            " machines"
+            " measure the network, and a push_pull waits for the slowest connection. Between near"
+            " machines plain sockets use cubic or reno in its place; ZeroMQ (BPSX_ENCRYPT=1) needs"
+            " sysctl net.ipv4.tcp_congestion_control=cubic, on all machines"
         )
     if config is None:
         return

@@ -62,7 +62,8 @@ def _own_options(name: str, config: Config) -> dict[str, Any]:
             "device": config.rdma_device,
             "gid_index": config.rdma_gid_index,
         }
-    return {
+    own = {"congestion": config.congestion} if name == "tcp" else {}
+    return own | {
         "io_threads": config.zmq_threads,
         "send_buffer": None if config.send_buffer is None else config.send_buffer << 10,
     }

@@ -14,6 +14,7 @@ class TcpEndpoint(ListeningEndpoint):
         encrypt: bool = False,
         most_bytes: int = -1,
         io_threads: int = 0,
+        congestion: str = "auto",
     ) -> None: ...
     def connect(
         self, peer: int, address: str, undriven: AbstractContextManager[Any] = ...

@@ -35,6 +35,7 @@ from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
 from bpsx.transports.sockets.buffers import size_send_buffer
+from bpsx.transports.sockets.congestion import check_congestion, choose_congestion
 
 log = logging.getLogger("bpsx.connections")
 
@@ -164,10 +165,12 @@ cdef class TcpEndpoint(ListeningEndpoint):
     """
     cdef EndpointState state
     cdef object send_buffer
+    cdef str congestion
 
     def __cinit__(
         self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout,
-        bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1, int io_threads=0
+        bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1, int io_threads=0,
+        str congestion="auto"
     ):
         """Create an endpoint that neither listens nor is connected.
 
@@ -178,12 +181,15 @@ cdef class TcpEndpoint(ListeningEndpoint):
         ``encrypt``: refused if true.
         ``most_bytes``: largest body accepted, in bytes; -1: no bound.
         ``io_threads``: unused; ZeroMQ's endpoint has the same argument.
+        ``congestion``: see :func:`bpsx.transports.sockets.congestion.choose_congestion`.
 
         Raises :class:`~bpsx.errors.TransportError`.
         """
+        check_congestion(congestion)
         self.secret, self.send_buffer, self.interval, self.timeout = (
             secret, send_buffer, heartbeat_interval, heartbeat_timeout
         )
+        self.congestion = congestion
         self._set_up(
             &self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed,
             &self.state.monitor, encrypt
@@ -220,6 +226,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
             raise MemoryError("no memory for a connection")
         listener.prepare(made, self.interval, self.timeout)
         size_send_buffer(made, self.send_buffer)
+        choose_congestion(made, self.congestion)
         c.peer, c.fd = peer, made.detach()
         lock(&self.state.monitor)
         c.next, self.state.new = self.state.new, c
