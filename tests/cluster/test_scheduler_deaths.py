@@ -205,6 +205,7 @@ def test_scheduler_and_server_fall_silent_together(order):
     """A worker must not blame the server before it can tell that the scheduler is silent, too."""
     # A node that was refused by the silent scheduler asks the next one up to 2 s after its start.
     env = {"PS_HEARTBEAT_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.5", "BPSX_GATHER_GRACE": "5"}
+    env |= TRANSPORTS["zmq"]  # a stopped process's connections over plain sockets do not break
     with Job(_STEPPING, workers=2, servers=3, env=env) as job:
         everywhere(job, "running")
         victims = [job.scheduler, job.servers[1]]
@@ -228,6 +229,7 @@ def test_a_scheduler_that_was_silent_loses_no_worker():
     """A worker that was silent, too, would confirm that the others are lost, which live."""
     # A node that was refused by the silent scheduler asks the next one up to 2 s after its start.
     env = {"PS_HEARTBEAT_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.5", "BPSX_GATHER_GRACE": "5"}
+    env |= TRANSPORTS["zmq"]  # a stopped process's connections over plain sockets do not break
     with Job(_STEPPING, workers=3, servers=1, env={**env, "BPSX_ELASTIC": "shrink"}) as job:
         everywhere(job, "running")
         living, silent = job.workers[:2], job.workers[2]

@@ -103,7 +103,8 @@ def test_a_worker_whose_messages_are_too_large_for_a_server_is_refused(size, all
 def test_workers_and_servers_of_different_transports_are_refused():
     m = members(1, 1)
     m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, DMLC_ENABLE_RDMA="tcp")))
-    answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1)))
+    other = config(1, 1, DMLC_ENABLE_RDMA="zeromq")
+    answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1, config=other)))
     assert (
         answers[b"w0"]["reason"]
         == "DMLC_ENABLE_RDMA=zeromq on this worker, tcp on a server: must be the same on all"
