@@ -95,6 +95,8 @@ class Launcher:
         self.runtime.mkdir()
         self.environment |= {
             key: value,
+            # Far processes have an empty home: each server would compile its kernels there.
+            "BPSX_CACHE_DIR": os.environ["BPSX_CACHE_DIR"],
             "TMPDIR": str(folder),
             "TERM": "xterm",
             "XDG_RUNTIME_DIR": str(self.runtime),

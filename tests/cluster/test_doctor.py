@@ -20,7 +20,6 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     with launching(tmp_path) as made:
         made.environment.pop("NVIDIA_VISIBLE_DEVICES", None)
         made.environment["BYTEPS_SOCKET_PATH"] = str(tmp_path)
-        made.environment["BPSX_CACHE_DIR"] = os.environ["BPSX_CACHE_DIR"]
         yield made
 
 
