@@ -55,7 +55,8 @@ def failing(
         f"if bpsx.rank() == 0:\n    {what}\n"
         'bpsx.push_pull(__import__("numpy").ones(1), name="x")\n' + FOR_EVER
     )
-    return start(launcher, server, hosts, "--grace", "0.5", PY, "-c", source)
+    # A far bpsx-run that takes longer than that to tell a status on busy cores is ended, too.
+    return start(launcher, server, hosts, "--grace", "2", PY, "-c", source)
 
 
 def waited(line: str) -> bool:
