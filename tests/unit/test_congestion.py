@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bpsx.config import Config
+from bpsx.config import AUTO, Config
 from bpsx.errors import TransportError
 from bpsx.transports import open_endpoint
 from bpsx.transports.sockets import congestion
+from unit.test_send_buffers import connected
 
 _ALLOWED = congestion._ALLOWED.read_text().split() if congestion._ALLOWED.exists() else []
 _BBR = pytest.mark.skipif(
@@ -21,12 +22,8 @@ _BBR = pytest.mark.skipif(
 
 @pytest.fixture
 def made() -> Iterator[socket.socket]:
-    """A connected socket of loopback."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        socket.create_connection(listening.getsockname()) as connected,
-    ):
-        yield connected
+    with connected() as one:
+        yield one
 
 
 def use(made: socket.socket, name: str) -> None:
@@ -47,7 +44,7 @@ def may_use(name: str) -> bool:
 def test_bbr_is_replaced_between_near_peers(made: socket.socket) -> None:
     steady = [name for name in ("cubic", "reno") if may_use(name)]
     use(made, "bbr")
-    congestion.choose_congestion(made, congestion.AUTO)
+    congestion.choose_congestion(made, AUTO)
     assert congestion._name(made).decode() == steady[0]
 
 
@@ -55,7 +52,7 @@ def test_bbr_is_replaced_between_near_peers(made: socket.socket) -> None:
 def test_it_stays_between_far_peers(made: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     use(made, "bbr")
     monkeypatch.setattr(congestion, "round_trip", lambda made: 0.002)
-    congestion.choose_congestion(made, congestion.AUTO)
+    congestion.choose_congestion(made, AUTO)
     assert congestion._name(made) == b"bbr"
 
 
@@ -76,7 +73,7 @@ def test_what_is_not_allowed_leaves_the_systems(
     before = congestion._name(made)
     monkeypatch.setattr(congestion, "_PAUSES", before)
     monkeypatch.setattr(congestion, "_STEADY", (b"no_such_one",))
-    congestion.choose_congestion(made, congestion.AUTO)
+    congestion.choose_congestion(made, AUTO)
     assert congestion._name(made) == before
 
 

@@ -17,7 +17,8 @@ _NEAR, _FAR = 0.0019, 0.002
 
 
 @contextlib.contextmanager
-def _connected() -> Iterator[socket.socket]:
+def connected() -> Iterator[socket.socket]:
+    """A socket of loopback that is connected."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as made,
@@ -41,7 +42,7 @@ class _Noted:
 def _size(given: int | None) -> int | None:
     """Return the bytes that the socket's send buffer is set to; None: the system decides."""
     asked = []
-    with _connected() as made:
+    with connected() as made:
         before = made.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         buffers.size_send_buffer(_Noted(made, asked), given)
         after = made.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
@@ -83,7 +84,7 @@ def test_an_unknown_round_trip_is_that_of_a_near_peer():
 
 
 def test_the_round_trip_is_the_shortest_that_linux_has_seen():
-    with _connected() as made:
+    with connected() as made:
         info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         if len(info) >= 152:
             assert buffers.round_trip(made) == struct.unpack_from("I", info, 148)[0] / 1e6

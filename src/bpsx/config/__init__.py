@@ -17,12 +17,14 @@ from bpsx.config.launchers import fields as place_fields
 from bpsx.config.operation_options import NO_ENCRYPTION
 from bpsx.config.option import Option
 from bpsx.config.options import OPTIONS
+from bpsx.config.parsers import AUTO
 from bpsx.config.reference import reference
 from bpsx.config.torchrun_options import TORCHRUN_OPTIONS
 from bpsx.config.tuning_options import PARTITION_BYTES
 
 __all__ = [
     "ALONE",
+    "AUTO",
     "MOST_WORKERS",
     "NO_ENCRYPTION",
     "OPTIONS",

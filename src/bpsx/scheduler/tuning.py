@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bpsx.config import PARTITION_BYTES
+from bpsx.config import AUTO, PARTITION_BYTES
 from bpsx.planning.link_rate import LEAST, PROBE, partition_size
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
@@ -24,7 +24,7 @@ def divides_by_machine(
     machines if some servers have a machine of their own, and others do not.
     """
     given = options["BYTEPS_ENABLE_MIXED_MODE"]
-    if given != "auto":
+    if given != AUTO:
         return bool(given)
     beside = sum(host in workers for host in servers)
     return options["BYTEPS_KEY_HASH_FN"] == "balanced" and 0 < beside < len(servers)
@@ -93,8 +93,8 @@ def restored_size(tensors: Mapping[tuple[str, int], RegisteredTensor]) -> int:
 def tunes_partitions(options: Mapping[str, Any], machines: int, asynchronous: bool) -> bool:
     """Whether workers with these ``options`` measure their links when the job begins.
 
-    A size that was given stays. On one machine there is no link. An asynchronous push_pull adds to
-    a value that stays, and waits for nobody, so it measures nothing.
+    A size that was given stays. On one machine there is no link. An asynchronous push_pull does not
+    wait for other workers, so its time says nothing about their links.
     """
     return bool(
         options["BPSX_AUTOTUNE"]

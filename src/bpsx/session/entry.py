@@ -46,10 +46,10 @@ class WorkerResources:
     to the servers. ``link`` is None for a worker without others: it needs neither scheduler nor
     servers. ``servers``: host, pid and lanes of each server. ``continued``: some worker's process
     has been in an earlier job, from which workers may have kept different state. ``probes``: the
-    session measures its links before anything else. ``shrinks``: the
-    job goes on without workers that it loses. ``numbers``: of the workers, in the order of entry.
-    ``joins``, ``epoch``: number of joins that have ended, and of resets after a stall. ``terms``:
-    TERMs of the time before. ``names``: see ``told_names.py``. ``opened`` closes all of it.
+    session measures its links before anything else. ``shrinks``: the job goes on without workers
+    that it loses. ``numbers``: of the workers, in the order of entry. ``joins``, ``epoch``: number
+    of joins that have ended, and of resets after a stall. ``terms``: TERMs of the time before.
+    ``names``: see ``told_names.py``. ``opened`` closes all of it.
     """
 
     config: Config

@@ -10,11 +10,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from bpsx.config import AUTO
 from bpsx.errors import TransportError
 from bpsx.transports.sockets.buffers import FAR, round_trip
 
-#: The values of BPSX_CONGESTION that are not a name: bpsx chooses; the system's default stays.
-AUTO, SYSTEM = "auto", "system"
+#: The value of BPSX_CONGESTION with which the system's default stays; with AUTO bpsx chooses.
+SYSTEM = "system"
 _PAUSES = b"bbr"
 #: What takes its place, the best first.
 _STEADY = (b"cubic", b"reno")
