@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 
 import pytest
@@ -164,6 +165,32 @@ def test_nobody_waits_for_took_if_a_worker_has_left_before(elastic):
         assert time.monotonic() < end
         time.sleep(0.001)
     assert moved == [(1, 1, 0)] and r.core.outstanding == 0
+
+
+def test_a_term_that_comes_while_the_last_answer_is_read_begins(elastic):
+    """The thread that waits for the answer drives, and returns without a look at the news."""
+    r = elastic(8 << 20)
+    total, out = array(r.nbytes, 2).tobytes(), array(r.nbytes)
+
+    def answer(term: int) -> None:
+        r.reply(r.next(w.PUSH, 0), total, 0)
+        r.core.begin_term(term, [], True)
+
+    for term in range(1, 21):
+        answering = threading.Thread(target=answer, args=(term,))
+        answering.start()
+        push_pull(r.core, r.x, array(r.nbytes), out, will_wait=True).wait(60)
+        answering.join()
+        begun(r, term)
+
+
+def begun(r: Elastic, term: int) -> None:
+    """Wait until a term that moves nothing has begun."""
+    end = time.monotonic() + 20
+    while not (moved := r.core.take_moved()):
+        assert time.monotonic() < end, term
+        time.sleep(0.001)
+    assert moved == [(term, 0, 0)]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

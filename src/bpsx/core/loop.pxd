@@ -42,6 +42,15 @@ cdef enum:
     CROWDED_MS = 1
 
 
+cdef inline bint has_work(Core *c) noexcept nogil:
+    """Whether a thread has to drive although none waits for a push_pull."""
+    return (
+        atomic_load(&c.busy.outstanding) != 0
+        or atomic_load(&c.inbox.news) != 0
+        or serves_others(c.machine)
+    )
+
+
 cdef inline void kick(Core *c) noexcept nogil:
     """Make sure that a driver sees the news. The caller holds the monitor."""
     if c.role.driving:
@@ -282,12 +291,7 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
         if until != NULL:
             if atomic_load(&until.status) != PENDING:
                 return
-        elif (
-            not atomic_load(&c.busy.outstanding)
-            and not atomic_load(&c.inbox.news)
-            and not serves_others(c.machine)
-            and not (progress and keeps_values(c))
-        ):
+        elif not has_work(c) and not (progress and keeps_values(c)):
             return
         if progress:
             idle_since = 0
@@ -350,8 +354,9 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
         lock(&c.monitor)
         c.role.driving = False
         # Wake others even if `task` is not done: wait_for is called in slices of 200 ms, and this
-        # thread may need long to get the GIL back in between.
-        if (c.busy.outstanding or c.role.wanted) and (c.role.waiters or c.role.background_idle):
+        # thread may need long to get the GIL back in between. News may have come when `task` had
+        # ended already: kick() has left them to this thread.
+        if (has_work(c) or c.role.wanted) and (c.role.waiters or c.role.background_idle):
             notify_all(&c.monitor)
     unlock(&c.monitor)
     return task.status != PENDING
@@ -386,10 +391,7 @@ cdef inline void background(Core *c) noexcept nogil:
     """
     lock(&c.monitor)
     while not c.role.stopping:
-        if (
-            c.role.driving or c.role.wanted
-            or not (c.busy.outstanding or c.inbox.news or serves_others(c.machine))
-        ):
+        if c.role.driving or c.role.wanted or not has_work(c):
             c.role.background_idle = True
             if keeps_values(c):
                 wait_until(&c.monitor, now_ns() + LOOK_NS)
