@@ -240,6 +240,38 @@ def test_after_a_stall_at_the_first_use_of_a_name_no_worker_is_a_step_behind():
     assert found == [[["stall", 4.0, 6.0, "stall", 10.0, 10.0, 12.0, 12.0]]] * 2
 
 
+def test_no_sum_without_a_worker_that_catches_an_error_and_joins_overtakes_the_error():
+    """The last worker's thread that handles the error is slow: a sum would come first."""
+    found = run(
+        """
+        import bpsx, time, numpy as np
+        from bpsx.session.liveness import Liveness
+
+        def slowly(self, *failed):
+            end = time.monotonic() + 1
+            while not (begun and bpsx.poll(begun[0])) and time.monotonic() < end:
+                time.sleep(0.01)
+            fail(self, *failed)
+
+        bpsx.init()
+        rank, fail, begun = bpsx.rank(), Liveness._fail_declaration, []
+        if rank == 2:
+            Liveness._fail_declaration = slowly
+        begun.append(bpsx.push_pull_async(np.ones(5 + (rank == 1), np.float32), "x"))
+        try:
+            report(bpsx.synchronize(begun[0]).tolist())
+        except bpsx.MismatchError:
+            report("mismatch")
+        if rank != 1:
+            report(bpsx.push_pull(np.ones(1, np.float32), "y", average=False).tolist())
+        bpsx.join()
+    """,
+        workers=3,
+        env=FAST,
+    )
+    assert found == [["mismatch", [2.0]], ["mismatch"], ["mismatch", [2.0]]]
+
+
 _CAUGHT = """
 import bpsx, time, numpy as np
 

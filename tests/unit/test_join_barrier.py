@@ -9,7 +9,7 @@ from bpsx.scheduler.join_barrier import Joins
 from bpsx.scheduler.membership import Membership
 from bpsx.session.join import Joining
 from bpsx.session.states import Event, Lifetime
-from unit.scheduler_tools import config, hello, kinds, members, running, waiting
+from unit.scheduler_tools import config, declare, hello, kinds, members, running, waiting
 
 
 def asynchronous(workers: int = 3, servers: int = 1) -> Membership:
@@ -21,6 +21,18 @@ def asynchronous(workers: int = 3, servers: int = 1) -> Membership:
         m.hello(b"w%d" % r, hello("worker", r, workers, servers, config=on))
     assert m.state == "running" and m.asynchronous
     return m
+
+
+def test_nobody_joins_before_all_have_heard_of_an_error():
+    """A round that the error ends would close without it, and the sum overtake the error."""
+    for ends in ("HEARD", "BYE"):
+        m = running(3, 1)
+        for rank, size in enumerate((5, 6, 5)):
+            m.declare(b"w%d" % rank, declare("x", [size]))
+        assert m.heard(b"w1") == [] == m.join(b"w1") == m.join(b"w1") == m.heard(b"w2")
+        after = m.heard(b"w0") if ends == "HEARD" else m.bye(b"w0", {"failure": ""}, 1.0)
+        joined = (b"s0", {"type": "JOINED", "rank": 1, "generation": 0})
+        assert joined in after and joined not in m.join(b"w1")
 
 
 def test_workers_are_released_when_all_servers_have_cleared():

@@ -277,6 +277,47 @@ def orphans(world: World) -> list[Node]:
     return world.nodes
 
 
+def test_a_join_waits_for_errors_at_another_scheduler_too() -> None:
+    """One worker has heard of a mismatch and has joined; then the scheduler dies."""
+
+    def act(*nodes: Node) -> None:
+        for node in nodes:
+            while node.outbox:
+                world.act(node)
+
+    def marked() -> set[int]:
+        return {m["rank"] for s in servers for m in s.inbox if m["type"] == "JOINED"}
+
+    def take(*nodes: Node) -> None:
+        for node in nodes:
+            while node.inbox:
+                node.take()
+
+    world = World(3, 2)
+    first, *others = world.workers
+    servers = world.nodes[: world.servers]
+    for worker in (*others, first):
+        worker.declare("c", 5 + (worker is first))
+        act(worker)
+        take(worker)  # PLACED; the last one is told FAILED
+    first.join()
+    act(first)
+    assert marked() == set()
+    world.kill_hub()
+    world.start_hub()
+    for node in world.nodes:
+        node.introduce()
+    act(*world.nodes)
+    world.look()
+    take(first)  # RESUMED
+    act(first)
+    assert first.joined and marked() == set()
+    assert all("FAILED" in {m["type"] for m in worker.inbox} for worker in others)
+    take(*others)
+    act(*others)
+    assert marked() == {0}
+
+
 def test_a_worker_that_does_not_come_back_ends_the_job() -> None:
     world = World()
     world.kill(world.workers[1])

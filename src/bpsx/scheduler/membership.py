@@ -67,6 +67,8 @@ class Membership(Growing):
         #: Whether the job failed because a connection ended, and no worker has said BYE since. It
         #: may be this scheduler that was silent, and the job may go on with another one.
         self.unheard = False
+        # The JOINs that wait for confirmations of errors: connection -> number of the join.
+        self._deferred_joins: dict[bytes, int | None] = {}
         # The workers that have sent BROKEN, by the server's rank.
         self._accused: dict[int, set[bytes]] = {}
         #: Whether a node has come back since: the job does go on.
@@ -202,8 +204,8 @@ class Membership(Growing):
     def _tell_error(self, workers: Iterable[Node], message: dict[str, Any]) -> list[Output]:
         """Send an error to several workers.
 
-        None of them may leave before all have confirmed it. Otherwise, the servers' reports about a
-        worker that left could arrive first and name the consequence instead of the cause.
+        None of them may join or leave before all have confirmed it. Otherwise, the servers' sums or
+        reports about such a worker could arrive first, and be taken for a success or for the cause.
         """
         out = []
         for worker in workers:
@@ -212,22 +214,29 @@ class Membership(Growing):
         return out
 
     def heard(self, ident: bytes) -> list[Output]:
-        """Handle HEARD: count the confirmation of an error; the last one ends deferrals of BYEs."""
+        """Handle HEARD: count the confirmation of an error; the last one ends what it defers."""
         node = self._roster.unheard.get(ident)
         if node is None:
             return []
         self._roster.confirmed(node)
-        return self._process_deferred_byes()
+        return self._process_deferred()
 
-    def _process_deferred_byes(self) -> list[Output]:
-        """Process the deferred BYEs for which nothing is outstanding any more."""
+    def _process_deferred(self) -> list[Output]:
+        """Process the deferred JOINs and BYEs for which nothing is outstanding any more."""
+        out: list[Output] = []
+        if not self._roster.unheard:
+            joins, self._deferred_joins = self._deferred_joins, {}
+            for ident, generation in joins.items():
+                out += self._join(ident, generation)
         leaving = self._roster.leaving
         if self.terms is not None and len(leaving) == len(self._roster.live):
             self.terms.all_leave()
         ready = [n for n in leaving.values() if not self._has_to_wait(n, n.goodbye)]
         for node in ready:
             del leaving[node.ident]
-        return [out for n in ready for out in self.bye(n.ident, n.goodbye)]
+        for node in ready:
+            out += self.bye(node.ident, node.goodbye)
+        return out
 
     def _has_to_wait(self, node: Node, m: dict[str, Any]) -> bool:
         """Whether ``node``, whose BYE is ``m``, has to stay in the job for now."""
@@ -272,12 +281,17 @@ class Membership(Growing):
     def _join(self, ident: bytes, generation: int | None) -> list[Output]:
         """Handle JOIN: let rounds close without the worker, until all workers have joined.
 
-        ``generation``: number of the join; one that is over does not count.
+        It is deferred while a worker has not confirmed an error: a round that the error ends could
+        close without this worker, and its sum overtake the error. ``generation``: number of the
+        join; one that is over does not count.
         """
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state is not JobState.RUNNING:
             return []
         if generation is not None and generation != self._joins.generation:
+            return []
+        if self._roster.unheard:
+            self._deferred_joins[ident] = generation
             return []
         self._stalls.leave(node.rank)
         if node.supply is Supply.PUSHING:
@@ -451,11 +465,11 @@ class Membership(Growing):
         if self._has_to_wait(node, m):
             if node.presence is Presence.LIVE:
                 self._roster.defer(node, m)
-            return self._process_deferred_byes()
+            return self._process_deferred()
         if not (m["failure"] and self._survives_workers):
             self._note_leaving(node)
         self._remove(node)
-        out = self._process_deferred_byes()
+        out = self._process_deferred()
         if node.role == "worker" and not m["failure"]:
             self._first_leaver = self._first_leaver or node
         if m["failure"] and self.state is JobState.RUNNING:
@@ -486,7 +500,7 @@ class Membership(Growing):
         out = self._lost(node, f"{node} is gone: {why}", now) if running else []
         if running and self.state is JobState.FAILED:
             self.unheard = self.may_lose_scheduler
-        return out + self._process_deferred_byes() + self._after_leaving(node)
+        return out + self._process_deferred() + self._after_leaving(node)
 
     def broken(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """Handle BROKEN: a worker's connection to a server has ended, and the server lives.
@@ -577,7 +591,7 @@ class Membership(Growing):
         lost = lost_message(text, status)
         self._roster.excuse(*self._roster.unheard.values())
         out = [(n.ident, lost) for n in self.nodes.values() if not n.left]
-        return out + self._farewells() + self._process_deferred_byes()
+        return out + self._farewells() + self._process_deferred()
 
     def _after_leaving(self, node: Node) -> list[Output]:
         workers, servers = self._roster.live, list(self._roster.live_servers.values())

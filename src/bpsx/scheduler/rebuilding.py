@@ -554,6 +554,9 @@ class Rebuilding(Membership):
         joined = [r.rank for r in workers.values() if joins[r.ident] == generation and r.joined]
         marked = {rank for r in servers.values() if r.cleared == generation for rank in r.marked}
         joined += [rank for rank in marked if rank in job.left]
+        if self._roster.unheard:  # as in _join()
+            self._deferred_joins.update((live[r].ident, generation) for r in joined if r in live)
+            joined = [rank for rank in joined if rank not in live]
         for rank in joined:
             self._roster.join(self._roster.workers[rank])
             self._stalls.leave(rank)

@@ -179,4 +179,4 @@ class Shrinking(Balancing):
         out += [(n.ident, message) for n in told]
         for node in lost:  # a root takes the marks along that it had to clear
             out += self._release(self._joins.lost(node.ident))
-        return out + self._process_deferred_byes()
+        return out + self._process_deferred()

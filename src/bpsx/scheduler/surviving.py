@@ -148,8 +148,8 @@ class Surviving(Gathering):
         """Send ALL_JOINED."""
         raise NotImplementedError
 
-    def _process_deferred_byes(self) -> list[Output]:
-        """Process the deferred BYEs for which nothing is outstanding any more."""
+    def _process_deferred(self) -> list[Output]:
+        """Process the deferred JOINs and BYEs for which nothing is outstanding any more."""
         raise NotImplementedError
 
     def _new_term(
@@ -190,7 +190,7 @@ class Surviving(Gathering):
         self.terms.changes.ended(0, text, now)
         self.losses.append(Loss(node, text, f"{text}; {more}"))
         out = self._tell_gone(self.terms.lanes_of(node.rank), f"{text}; {more}")
-        return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
+        return out + self._release(self._joins.lost(node.ident)) + self._process_deferred()
 
     def _tell_gone(self, lanes: Sequence[int], text: str) -> list[Output]:
         """Tell the workers that these lanes have ended. No term moves their keys, or not yet."""
@@ -233,7 +233,7 @@ class Surviving(Gathering):
         term = self._new_term(moves, text, missed)
         told = [*workers, *self._roster.live_servers.values()]
         out: list[Output] = [(n.ident, term) for n in told]
-        return out + self._release(self._joins.lost(node.ident)) + self._process_deferred_byes()
+        return out + self._release(self._joins.lost(node.ident)) + self._process_deferred()
 
     def _refusal(self, m: dict[str, Any]) -> str:
         """Return why a node may not join: a lost server learns that it has been replaced.
@@ -288,7 +288,7 @@ class Surviving(Gathering):
         if needs:
             return self._fail_missed(node, needs, f"{m['again']} bytes that it had pushed there")
         self._stalls.restart(now)
-        return self._process_deferred_byes()
+        return self._process_deferred()
 
     def settle(self, now: float) -> list[Output]:
         """Let workers leave that had to stay for others, when it is time.
@@ -302,7 +302,7 @@ class Surviving(Gathering):
         busy = any(self._stalls.under_way(rank) for rank in staying)
         needed = bool(self._roster.leaving) and not self.asynchronous
         self.terms.settle(now, busy, needed)
-        return self._process_deferred_byes()
+        return self._process_deferred()
 
     def _keys_move(self) -> bool:
         """Whether some workers have not moved yet, so that nobody can tell who waits in vain."""
