@@ -46,9 +46,8 @@ class MomentumByHost:
         gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
         gpu.settle(aside)
         gpu.move(self._given.ctypes.data, address, self._given.nbytes)
-        gpu.move(
-            self._out, self._host.add(self._given.ctypes.data, mu).ctypes.data, self._given.nbytes
-        )
+        made = self._host.add(self._given.ctypes.data, mu)
+        gpu.move(self._out, made.ctypes.data, self._given.nbytes)
         return self._out, on._replace(moment=gpu.moment(aside, "momentum"))
 
 
