@@ -92,13 +92,17 @@ class Worker:
         self,
         module: str,
         path: str,
-        dtype: str,
+        kind: str | tuple[object, ...],
         blocks: int,
         given: list[np.ndarray | int],
         *numbers: int | float,
     ) -> list[np.ndarray]:
-        """Run a kernel on arrays in the process: see ``cuda_worker.launched``."""
-        return self.call(None, "launch", module, path, dtype, blocks, given, list(numbers))
+        """Run a kernel on arrays in the process: see ``cuda_worker.launched``.
+
+        ``kind``: an element type, or all arguments of the function that makes the kernel.
+        """
+        kind = (kind,) if isinstance(kind, str) else kind
+        return self.call(None, "launch", module, path, kind, blocks, given, list(numbers))
 
     def close(self) -> None:
         """End the process."""

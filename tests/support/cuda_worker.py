@@ -242,7 +242,7 @@ class Coder:
 def launched(
     module: str,
     path: str,
-    dtype: str,
+    kind: tuple[object, ...],
     blocks: int,
     given: list[np.ndarray | int],
     numbers: list[int | float],
@@ -251,10 +251,10 @@ def launched(
 
     The arrays' addresses are the kernel's arguments; an integer stands for the array with that
     index. ``path``: the function that makes the kernel and, if it makes several, the name of one,
-    as in ``conversion.widen``.
+    as in ``conversion.widen``. ``kind``: the function's arguments.
     """
     make, *which = path.split(".")
-    kernel = getattr(importlib.import_module(f"bpsx.kernels.cuda.{module}"), make)(dtype)
+    kernel = getattr(importlib.import_module(f"bpsx.kernels.cuda.{module}"), make)(*kind)
     for one in which:
         kernel = getattr(kernel, one)
     memories: list[Memory] = []

@@ -44,7 +44,7 @@ class Worker:
         self, n: int, m: int, rank: int, dtype: str, feedback: bool, seed: int = 1, rows: int = 16
     ) -> None:
         self.n, self.m, self.rank, self.dtype, self.feedback = n, m, rank, dtype, feedback
-        self.seed, self.rows, self.counter = seed, rows, 0
+        self.seed, self.rows, self.counter, self.broken = seed, rows, 0, 0
         wide = wide_of(dtype)
         self.p, self.q, self.own, self.sums = (
             np.zeros((rank, size), wide) for size in (n, m, m, m)
@@ -83,6 +83,7 @@ class Worker:
         self.counter += 1
         broken = self.call("refresh", self.q, self.sums, self.m, self.rank, self.seed, self.counter)
         assert broken is not None
+        self.broken = broken
         given = (self.g, self.e, self.p, self.sums, self.own, out, self._scratch)
         for span in ranges(self.n, self.rows):
             sizes = (self.n, self.m, self.rank, *span, self.feedback, broken)

@@ -23,6 +23,9 @@ STEPS = (*_OF_GRADIENTS, *_OF_FACTORS)
 CHUNK = 512
 #: Rows that are summed by themselves.
 ROWS = 256
+#: On a GPU: columns of P or Q that a kernel makes in one pass over M, and rows of a tile of those
+#: that restore M.
+RANKS, TALL = 4, 16
 _lock = threading.Lock()
 _loaded: dict[str, Steps] = {}
 

@@ -52,6 +52,7 @@ total, largest, scan, scan_warp = (
     _made_of.scan_warp,
 )
 sync_warp, transposed = _made_of.sync_warp, _made_of.transposed
+fold, lane_of = _made_of.fold, _made_of.lane_of
 scan_wide = _made_of.scan_wide
 
 

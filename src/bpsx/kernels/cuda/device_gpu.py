@@ -365,6 +365,25 @@ def largest(value: Any, room: Any) -> Any:
 
 
 @device
+def fold(value: Any) -> Any:
+    """Return to the warp's first thread the sum of the warp's floats.
+
+    The upper half is added to the lower one, and so on; each addition is rounded.
+    """
+    step = 16
+    while step > 0:
+        value = plus(value, cuda.shfl_down_sync(_ALL, value, step))
+        step >>= 1
+    return value
+
+
+@device
+def lane_of(value: Any, lane: Any) -> Any:
+    """Return the value of a thread of the warp. All its threads must call it."""
+    return cuda.shfl_sync(_ALL, value, lane)
+
+
+@device
 def scan_warp(value: Any) -> Any:
     """Return the int32 sums of the warp's threads before this one, and of the whole warp."""
     sum_, step = np.int32(value), 1

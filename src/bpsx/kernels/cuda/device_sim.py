@@ -217,6 +217,20 @@ def scan_warp(value: Any) -> tuple[int, int]:
     return scan(value, None)
 
 
+def fold(value: Any) -> Any:
+    """Return the sum of the warp's floats: the upper half is added to the lower one, and so on."""
+    found = _all(value)
+    while len(found) > 1:
+        half = len(found) // 2
+        found = [x + y for x, y in zip(found[:half], found[half:], strict=True)]
+    return found[0]
+
+
+def lane_of(value: Any, lane: int) -> Any:
+    """Return the value of a thread of the warp. All its threads must call it."""
+    return _all(value)[lane]
+
+
 def _all(value: Any) -> list[Any]:
     _values[thread()] = value
     sync()
