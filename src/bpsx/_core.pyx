@@ -17,14 +17,14 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.core.gpu.device cimport DOWN, UP, Device
+from bpsx.core.gpu.device cimport Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
 from bpsx.core.local.neighbour cimport Group as CMachine
 from bpsx.core.loop cimport (
     background, codec_thread, end_all, pause, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport (
-    ENDED, RELEASED, EndCallback, Lane, OnGpu, Partition, Server, Task, Term,
+    ENDED, RELEASED, EndCallback, Lane, Partition, Server, Task, Term,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.late cimport allocate_lanes, count_living
@@ -50,7 +50,7 @@ from bpsx.core.trace.watch cimport Watch
 from bpsx.core.transitions cimport move_task
 from bpsx.core.wire cimport NONCE_BYTES, PROOF_BYTES
 from bpsx.core._handle cimport Handle, Item, Request, new_handle
-from bpsx.core._tensor cimport Tensor
+from bpsx.core._tensor cimport Tensor, queue_kernels
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
@@ -58,21 +58,6 @@ from bpsx.core._tensor import waiting
 from bpsx.core.waiters import Waiters
 from bpsx.secret import lane_proof
 from bpsx.system.threads import NamedThread
-
-
-cdef int queue_kernels(CCore *c, Partition *p) except -1:
-    """Call the partition's coder to queue the kernels that encode or decode it."""
-    cdef OnGpu *g = p.gpu
-    cdef Task *task = p.tensor.current
-    coder = <object>g.coder
-    if p.encodes:
-        coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.gpu.device.streams[DOWN])
-    else:
-        coder.decode(
-            <uintptr_t>(task.output + p.offset if task.output != NULL else c.gpu.device.waste),
-            p.packed.size, <uintptr_t>c.gpu.device.streams[UP]
-        )
-    return 0
 
 
 cdef Pool *new_pool(int threads) except NULL:
@@ -398,6 +383,8 @@ cdef class Core:
         if handle.gpu is not None and not self._put_on(tensor, handle.gpu):
             self.end(handle, E_DEVICE, self.failed)
             return False
+        if tensor.c.matrix != NULL and not self._place_matrix(handle, tensor):
+            return False
         handle.tensor = tensor
         tensor.by_graph = tensor.by_graph or handle.by_graph
         handle.task.tensor = &tensor.c
@@ -411,6 +398,16 @@ cdef class Core:
             tensor.put_on(gpu)
         except (errors.DeviceError, MemoryError) as e:
             self.fail(E_DEVICE, str(e))
+            return False
+        return True
+
+    cdef bint _place_matrix(self, Handle handle, Tensor tensor) except -1:
+        """Prepare a matrix for the first push_pull where its gradient is. As _attach()."""
+        try:
+            if tensor.factor_on(handle.gpu):
+                self.open_coders()
+        except errors.BpsxError as e:
+            self.end(handle, E_DEVICE, str(e))
             return False
         return True
 

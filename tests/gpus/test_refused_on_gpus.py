@@ -56,12 +56,6 @@ def test_mistakes_of_a_script_are_refused_by_name(pretend: Path) -> None:
             assert text.startswith("ConfigError: 'apart'") and "GPU 0" in text and "host" in text, (
                 text
             )
-        factored = {"compressor": "powersgd", "rank": 2}
-        bpsx.declare("matrix", compression=factored)
-        matrix = PretendArray(np.ones((200, 200), np.float32), main)
-        text = refused(lambda: push_pull("matrix", matrix))
-        assert text.startswith("ConfigError: 'matrix'") and "powersgd" in text, text
-        assert "on a GPU: push it from host memory" in text, text
         text = refused(lambda: push_pull("kind", PretendArray(np.ones(5, np.uint32), main)))
         assert text.startswith("UnsupportedDType: 'kind'") and "uint32" in text, text
         assert cuda.alive("contexts") == 2  # ours and bpsx's: nothing on GPU 1

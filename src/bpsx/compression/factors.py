@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from bpsx.compression.spec import CompressionSpec, mix, stream
 from bpsx.dtypes import BY_CODE, BY_NAME
@@ -27,6 +27,8 @@ class MadeMatrix(NamedTuple):
     q_offset: int
     n_first: int
     threads: int
+    #: Makes what queues the steps on a GPU. Raises :class:`~bpsx.errors.DeviceError`.
+    on_gpu: Callable[[Any], Any] | None = None
 
 
 def is_factored(used: CompressionSpec | None) -> bool:

@@ -7,16 +7,20 @@ devices.
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bpsx.compression.factors import MadeMatrix
+from bpsx.compression.host_factors import FactorsByHost
 from bpsx.compression.spec import CompressionSpec, Made, MomentumSpec
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
     from bpsx.compression.gpu import Coder, MomentumOnGpu
+    from bpsx.compression.gpu_factors import FactorsOnGpu
     from bpsx.local._cuda import Gpu
     from bpsx.local.devices import OnGpu
 
@@ -61,6 +65,9 @@ class GpuKernels:
     def __init__(self) -> None:
         # Bytes and GPU addresses of the scratch memory for encoding and for decoding.
         self._room: tuple[int, tuple[int, int]] = (0, (0, 0))
+        # The same for the factors of matrices, which threads of the script make.
+        self._factors_room = (0, 0)
+        self._lock = threading.Lock()
         self._off = False  # kernels could not be built; do not try again
         self._launched = False
         self._missing: set[str] = set()  # compressors without GPU kernels
@@ -97,6 +104,30 @@ class GpuKernels:
             self._fail(name, e)
             return None
         return coders
+
+    def factors(
+        self, name: str, dtype: str, made: MadeMatrix, gpu: Gpu
+    ) -> FactorsOnGpu | FactorsByHost:
+        """Return what does a matrix's steps for gradients on a GPU. Thread-safe.
+
+        The session's first failure to build kernels is logged as a warning with its cause. Raises
+        :class:`~bpsx.errors.DeviceError` if the GPU itself has failed.
+        """
+        try:
+            if not self._off:
+                from bpsx.compression.gpu_factors import FactorsOnGpu, scratch
+
+                with self._lock:
+                    if self._factors_room[0] < scratch(made):  # kernels may use the old memory
+                        self._factors_room = scratch(made), gpu.memory(scratch(made))
+                    found = FactorsOnGpu(gpu, dtype, made, self._factors_room[1])
+                    found.build(gpu.aside)
+                return found
+        except DeviceError:
+            raise
+        except Exception as e:
+            self._fail(name, e)
+        return FactorsByHost(gpu, made)
 
     def momentum(self, name: str, dtype: str, nbytes: int, on: OnGpu | None) -> AnyMomentum:
         """Return the momentum of a tensor that has no encoder to add it, on the tensor's device.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -289,6 +290,8 @@ class Compressing:
         self._core.open_pool(self._config.compress_threads)
         lengths = [length for *_, length in parts]
         made = make_matrix(used, name, dtype, shape, lengths, self._config.compress_threads)
+        kind = BY_CODE[dtype].name
+        made = made._replace(on_gpu=partial(self._gpu_kernels.factors, name, kind, made))
         p_bytes, _ = factor_bytes(used, dtype, shape)
         aside = made.q_offset - p_bytes  # Q begins with a page
         placed = [

@@ -1,8 +1,11 @@
 # C-level interface of _tensor.pyx for other extension modules.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from bpsx.core.partition cimport CommitGroup as CGroup, Tensor as CTensor
+from bpsx.core.partition cimport CommitGroup as CGroup, Partition, Tensor as CTensor
 from bpsx.core.state cimport Core as CCore
+
+
+cdef int queue_kernels(CCore *c, Partition *p) except -1
 
 
 cdef class Tensor:
@@ -10,7 +13,9 @@ cdef class Tensor:
     cdef bytes encoded, codec
     cdef list made              # objects that keep compiled codecs alive
     cdef object gpu
-    cdef list coders            # coders of the partitions, if compressed on the GPU
+    # coders of the partitions or of the matrix, if compressed on the GPU
+    cdef list coders
+    cdef bint on_host           # it is a matrix that has been pushed from host memory
     cdef readonly str name
     cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes
@@ -23,6 +28,7 @@ cdef class Tensor:
     cdef void ask_no_more(self)
     cdef put_on(self, gpu)
     cdef take_off(self)
+    cdef bint factor_on(self, gpu) except -1
 
 
 cdef class CommitGroup:

@@ -4,13 +4,15 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from bpsx.core.gpu.device cimport BETWEEN, N_STREAMS, UP, Device
+from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device
 from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
 from bpsx.core.codec.low_rank cimport common_state_bytes, matrix_free
 from bpsx.core.codec.made cimport matrix_new, packed_new, state_of, state_of_matrix
 from bpsx.core.codec.state cimport packed_free, server_state_bytes
 from bpsx.core.logs cimport free_backup
-from bpsx.core.partition cimport COPYH2D, DECOMPRESS, MAX_STAGES, OnGpu, Partition
+from bpsx.core.partition cimport (
+    COPYH2D, DECOMPRESS, MAX_STAGES, PROJECTING, PROJECTING_BACK, Matrix, OnGpu, Partition, Task,
+)
 from bpsx.core.status cimport DONE
 from bpsx.system.sync cimport atomic_store, lock, now_ns, unlock
 
@@ -84,34 +86,50 @@ cdef uint64_t make_parts(CTensor *tensor, list parts, list made) except? 0:
     return nbytes
 
 
-cdef int give_gpu(CTensor *tensor, Device *d) except -1:
-    """Allocate the GPU state of a tensor's partitions, before its first task on the GPU.
+cdef OnGpu *new_on_gpu(Device *d) except NULL:
+    """Allocate GPU state. The caller is in the GPU's context. Raises MemoryError."""
+    cdef OnGpu *g = <OnGpu *>calloc(1, sizeof(OnGpu))
+    cdef int which
+    if g == NULL:
+        raise MemoryError("no memory for a partition on a GPU")
+    for which in range(N_STREAMS):
+        g.queued[which] = d.new_event(d.self)
+        if g.queued[which] == NULL:
+            drop_events(g, d)
+            free(g)
+            raise MemoryError("no more CUDA events")
+    return g
 
-    The caller is in the GPU's context. Raises MemoryError.
+
+cdef void drop_events(OnGpu *g, Device *d) noexcept:
+    """Release CUDA events. The caller is in the GPU's context."""
+    cdef int which
+    for which in range(N_STREAMS if g != NULL else 0):
+        if g.queued[which] != NULL:
+            d.drop_event(d.self, g.queued[which])
+
+
+cdef int give_gpu(CTensor *tensor, Device *d) except -1:
+    """Allocate the GPU state of a tensor's partitions, or of a matrix, whose partitions are those
+    of its factors, on the host. Call it in the GPU's context, before the first task on the GPU.
+
+    Raises MemoryError.
     """
     cdef size_t i
-    cdef int which
-    cdef OnGpu *g
-    for i in range(tensor.n_parts):
-        g = <OnGpu *>calloc(1, sizeof(OnGpu))
-        if g == NULL:
-            raise MemoryError("no memory for a partition on a GPU")
-        tensor.parts[i].gpu = g
-        for which in range(N_STREAMS):
-            g.queued[which] = d.new_event(d.self)
-            if g.queued[which] == NULL:
-                raise MemoryError("no more CUDA events")
+    if tensor.matrix != NULL:
+        tensor.matrix.hands[0].gpu = new_on_gpu(d)
+    for i in range(tensor.n_parts if tensor.matrix == NULL else 0):
+        tensor.parts[i].gpu = new_on_gpu(d)
     return 0
 
 
 cdef void take_gpu(CTensor *tensor, Device *d) noexcept:
-    """Release the partitions' CUDA events. The caller is in the GPU's context."""
+    """Release the CUDA events of a tensor. The caller is in the GPU's context."""
     cdef size_t i
-    cdef int which
+    if tensor.matrix != NULL:
+        drop_events(tensor.matrix.hands[0].gpu, d)
     for i in range(tensor.n_parts if tensor.parts != NULL else 0):
-        for which in range(N_STREAMS if tensor.parts[i].gpu != NULL else 0):
-            if tensor.parts[i].gpu.queued[which] != NULL:
-                d.drop_event(d.self, tensor.parts[i].gpu.queued[which])
+        drop_events(tensor.parts[i].gpu, d)
 
 
 cdef void free_parts(CTensor *tensor) noexcept:
@@ -144,6 +162,41 @@ cdef int take_coders(CTensor *tensor, list coders) except -1:
         g.words = <char *><uintptr_t>coders[i].words
         g.size = -1 if coders[i].size is None else coders[i].size
         g.coder = <void *>coders[i]
+    return 0
+
+
+cdef int queue_step(CCore *c, CTensor *tensor) except -1:
+    """Call a matrix's coder to queue the work of its state."""
+    cdef Matrix *m = tensor.matrix
+    cdef uintptr_t data = <uintptr_t>tensor.current.input
+    cdef uintptr_t stream = <uintptr_t>c.gpu.device.streams[DOWN]
+    coder = <object>m.coder
+    if m.state == PROJECTING:
+        coder.project(data, <uintptr_t>m.q, stream)
+    elif m.state == PROJECTING_BACK:
+        coder.project_back(data, <uintptr_t>m.sums, stream)
+    else:
+        coder.restore(
+            data, <uintptr_t>tensor.current.output, <uintptr_t>(m.sums + m.q_offset), m.broken,
+            stream
+        )
+    return 0
+
+
+cdef int queue_kernels(CCore *c, Partition *p) except -1:
+    """Call the partition's coder to queue the kernels that encode or decode it."""
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    if p.tensor.matrix != NULL:
+        return queue_step(c, p.tensor)
+    coder = <object>g.coder
+    if p.encodes:
+        coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.gpu.device.streams[DOWN])
+    else:
+        coder.decode(
+            <uintptr_t>(task.output + p.offset if task.output != NULL else c.gpu.device.waste),
+            p.packed.size, <uintptr_t>c.gpu.device.streams[UP]
+        )
     return 0
 
 
@@ -244,6 +297,28 @@ cdef class Tensor:
             )
         take_coders(&self.c, coders)
 
+    cdef bint factor_on(self, gpu) except -1:
+        """Make a matrix's coder for a push_pull on ``gpu``, None: from host memory. Idempotent.
+
+        Returns whether there is one. Raises :class:`~bpsx.errors.DeviceError` if an earlier
+        push_pull was elsewhere: the residual has stayed there.
+        """
+        if self.coders if gpu is None else self.on_host:
+            raise DeviceError(
+                f"tensor {self.name!r} is exchanged as two factors, and cannot be pushed from"
+                f" {'a GPU' if gpu is not None else 'host memory'} any more: its first push_pull"
+                f" was from {'host memory' if gpu is not None else 'a GPU'}"
+            )
+        self.on_host = gpu is None
+        if gpu is not None and not self.coders:
+            coder = self.made[len(self.made) - 1].on_gpu(gpu)
+            if self.c.matrix.residual != NULL:
+                coder.store(<uintptr_t>self.c.matrix.residual)
+            self.c.matrix.hands[0].gpu.host = <char *><uintptr_t>coder.shares
+            self.c.matrix.coder, self.coders = <void *>coder, [coder]
+            self.c.last_stream = DOWN
+        return gpu is not None
+
     cdef void ask_no_more(self):
         """Note that a thread has stopped waiting for this tensor."""
         self.asked = 0
@@ -275,7 +350,13 @@ cdef class Tensor:
         """
         found = []
         if self.c.matrix != NULL:
-            return [state_of_matrix(self.c.matrix, saved[0] if saved else None)]
+            kept = self.coders if self.c.matrix.residual != NULL else None
+            if kept:
+                kept[0].fetch(<uintptr_t>self.c.matrix.residual)
+            found = [state_of_matrix(self.c.matrix, saved[0] if saved else None)]
+            if kept and saved:
+                kept[0].store(<uintptr_t>self.c.matrix.residual)
+            return found
         for i in range(self.c.n_parts):
             coder = self.coders[i] if self.coders else None
             memory = (

@@ -228,12 +228,15 @@ cdef struct Matrix:
     uint32_t n_first            # partitions of P
     uint8_t state               # set by move_matrix
     bint broken                 # the summed Q is not finite
-    Partition *hands            # what stands in the pool's heap for threads that take pieces
+    # what stands in the pool's heap for threads that take pieces; the first, for work on a GPU
+    Partition *hands
     uint32_t n_hands
     uint32_t working            # of these, those that have not come back
     int64_t pieces              # of the present work
     int64_t next_piece          # atomic
     int64_t began_ns            # only for recorded steps
+    # Python object that queues the work on a GPU; NULL: its gradients are on the host
+    void *coder
 
 cdef struct Text:               # UTF-8, not terminated; the Python Tensor owns it
     char *at

@@ -9,7 +9,7 @@ from libc.stdlib cimport free
 from bpsx.core.gpu.device cimport mark_end
 from bpsx.core.local.neighbour cimport Group
 from bpsx.core.local.group cimport all_shares_in, know_tensor, post_results, tell_root
-from bpsx.core.codec.low_rank cimport pieces_of
+from bpsx.core.codec.low_rank cimport is_on_factors, pieces_of
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
     AWAITS_INPUT, BROADCAST, COMPRESS, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE,
@@ -218,18 +218,19 @@ cdef inline void end_task(Core *c, Tensor *tensor) noexcept nogil:
 # ---- matrices: docs/internals/powersgd.md
 
 cdef inline void begin_work(Core *c, Tensor *tensor, int state) noexcept nogil:
-    """Let threads of the pool work on a matrix; take_hand() goes on when they have come back."""
+    """Let threads of the pool or the GPU work on a matrix; take_hand() goes on afterwards."""
     cdef Matrix *m = tensor.matrix
+    cdef bint on_gpu = tensor.current.on_gpu and not is_on_factors(state)
     cdef uint32_t i
     move_matrix(m, state)
-    m.pieces, m.next_piece = pieces_of(m, state), 0
+    m.pieces, m.next_piece = 1 if on_gpu else pieces_of(m, state), 0
     m.working = <uint32_t>min(<int64_t>m.n_hands, m.pieces)
     m.began_ns = now_ns() if tensor.trace.recorded else 0
     for i in range(m.working):
         m.hands[i].priority = tensor.current.priority
         m.hands[i].order = c.queued.next_order
         c.queued.next_order += 1
-        if pool_give(c.pool, &m.hands[i]) != 0:
+        if pool_give(c.gpu.coders if on_gpu else c.pool, &m.hands[i]) != 0:
             fail_core(c, E_MEMORY)
 
 
@@ -462,7 +463,10 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         return
     tensor.current = task
     tensor.started_ns = task.submitted_ns
-    tensor.stages = &tensor.on_gpu[0] if task.on_gpu else &tensor.on_host[0]
+    # The factors are on the host wherever the tensor is.
+    tensor.stages = (
+        &tensor.on_gpu[0] if task.on_gpu and tensor.matrix == NULL else &tensor.on_host[0]
+    )
     tensor.waits_for_others = not task.is_codec_state and (task.broadcast or not task.asynchronous)
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
@@ -473,7 +477,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
             task.divisor // c.settings.processes if task.broadcast else task.divisor
         )
         tensor.parts[i].is_codec_state = task.is_codec_state
-        tensor.parts[i].on_gpu = task.on_gpu
+        tensor.parts[i].on_gpu = task.on_gpu and tensor.matrix == NULL
     if task.on_gpu and c.gpu.watches and task.gpu.input_event != NULL:
         watch_for(c, task)
     else:

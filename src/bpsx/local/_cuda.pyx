@@ -342,6 +342,15 @@ cdef class Gpu:
             )
         return at
 
+    def pinned(self, uint64_t nbytes) -> int:
+        """Allocate pinned memory on the host until :meth:`close`; return its address."""
+        cdef void *at = NULL
+        with self:
+            at = self.table.host_memory(self.table.self, max(nbytes, <uint64_t>1))
+            if at == NULL:
+                raise DeviceError(self.failure)
+        return <uintptr_t>at
+
     def move(self, uintptr_t to, uintptr_t source, uint64_t nbytes) -> None:
         """Copy from or to the host, and wait for the end."""
         if nbytes:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 
 from bpsx import errors
-from bpsx.compression.factors import is_factored
 from bpsx.compression.manager import Compressing, Remembered
 from bpsx.compression.spec import CompressionSpec
 from bpsx.config import Config
@@ -504,11 +503,6 @@ class Session(Liveness):
             return None
         name = request.name
         codec = self.compressing.of(name, dtype, nbytes, shape)
-        if is_factored(codec) and request.on is not None:
-            raise errors.ConfigError(
-                f"{name!r}: compressor='powersgd' cannot read a tensor on a GPU: push it from host"
-                " memory, or choose another compressor"
-            )
         if codec is not None and codec.ef == "corrected" and not 0 <= request.rate < float("inf"):
             raise errors.ConfigError(
                 f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number of"

@@ -24,7 +24,7 @@ cdef inline int64_t rows_of_piece(const Matrix *m) noexcept nogil:
 
 cdef inline int64_t pieces_of(const Matrix *m, int state) noexcept nogil:
     """Number of pieces of the work in a state."""
-    if state == ORTHOGONALISING or state == REFRESHING:
+    if is_on_factors(state):
         return 1
     if state == PROJECTING_BACK:
         return (m.columns + PIECE_COLUMNS - 1) // PIECE_COLUMNS
@@ -81,8 +81,24 @@ cdef inline void matrix_free(Matrix *m) noexcept nogil:
         free(m.q)
         free(m.shares)
         free(m.sums)
+        if m.hands != NULL:
+            free(m.hands[0].gpu)
         free(m.hands)
         free(m)
+
+
+cdef inline bint is_on_factors(int state) noexcept nogil:
+    """Whether the work in a state reads only P or Q, so that the host does it always."""
+    return state == ORTHOGONALISING or state == REFRESHING
+
+
+cdef inline void take_share(Matrix *m) noexcept nogil:
+    """Own P or Q has come from the GPU into pinned memory: take it."""
+    cdef char *pinned = m.hands[0].gpu.host
+    if m.state == PROJECTING:
+        memcpy(m.shares, pinned, m.rows * m.rank * m.wide_itemsize)
+    elif m.state == PROJECTING_BACK:
+        memcpy(m.shares + m.q_offset, pinned + m.q_offset, q_bytes(m))
 
 
 cdef inline uint64_t q_bytes(const Matrix *m) noexcept nogil:

@@ -10,16 +10,20 @@ from libc.string cimport memcpy
 from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
 from bpsx.core.local.neighbour cimport Group
 from bpsx.core.local.group cimport post_results, tell_root
+from bpsx.core.codec.low_rank cimport take_share
 from bpsx.core.codec.packed cimport SLACK
 from bpsx.core.codec.state cimport adopt_counter, correction, head_of, most_bytes
 from bpsx.core.partition cimport (
-    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, END, EVERYBODY, OnGpu, Partition, Task,
+    COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, END, EVERYBODY, IDLE, RESTORING, Matrix, OnGpu,
+    Partition, Task,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places, take_place
 from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
 from bpsx.core.codec.pool cimport pool_free, pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport advance, begin, fail_partition, fail_core, watch_no_more
+from bpsx.core.stage cimport (
+    advance, begin, fail_partition, fail_core, take_hand, watch_no_more,
+)
 from bpsx.core.state cimport USER_STREAMS, Core, Gpu
 from bpsx.core.status cimport E_DEVICE, E_MEMORY, E_PROTOCOL
 
@@ -236,6 +240,27 @@ cdef inline void coded(Core *c, Partition *p) noexcept nogil:
         await_end(c, p, which)
 
 
+cdef inline void step_queued(Core *c, Partition *hand) noexcept nogil:
+    """A matrix's work is queued on the GPU: wait for a factor, but not for the result, whose end
+    the task's event tells.
+    """
+    cdef Matrix *m = hand.tensor.matrix
+    if m.state == IDLE:
+        return                              # its task has failed meanwhile
+    if m.state == RESTORING and not hand.tensor.trace.recorded:
+        take_hand(c, hand.tensor, 0)
+    elif mark(c, hand, DOWN) != 0:
+        fail_core(c, E_DEVICE)
+    else:
+        await_end(c, hand, DOWN)
+
+
+cdef inline void step_over(Core *c, Partition *hand) noexcept nogil:
+    """The GPU has done a matrix's work."""
+    take_share(hand.tensor.matrix)
+    take_hand(c, hand.tensor, 0)
+
+
 cdef inline int pump_coders(Core *c) noexcept nogil:
     """Take partitions back from the thread that queues kernels. Returns their number."""
     cdef Partition *p = pool_take(c.gpu.coders)
@@ -243,7 +268,9 @@ cdef inline int pump_coders(Core *c) noexcept nogil:
     cdef int n = 0
     while p != NULL:
         following = p.coding.next
-        if under_way(c, p):
+        if p.tensor.matrix != NULL:
+            step_queued(c, p)
+        elif under_way(c, p):
             coded(c, p)
         p = following
         n += 1
@@ -349,6 +376,8 @@ cdef inline int pump_gpu(Core *c) noexcept nogil:
             c.gpu.awaited[i].first = p.gpu.next
             if rc < 0:
                 fail_core(c, E_DEVICE)
+            elif p.tensor.matrix != NULL:
+                step_over(c, p)
             elif under_way(c, p):
                 arrived(c, p)
     return n

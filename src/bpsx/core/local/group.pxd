@@ -208,7 +208,7 @@ cdef inline bint agree(Group *m, Partition *p, bint shrinks, uint32_t *who) noex
             and (
                 not same_divisor(task, p.local.shares[i].divisor, shrinks)
                 or ((flags & IS_BROADCAST) != 0) != task.broadcast
-                or ((flags & ON_GPU) != 0) != task.on_gpu
+                or ((flags & ON_GPU) != 0) != p.on_gpu
             )
         ):
             who[0] = m.first_rank + i
