@@ -4,7 +4,8 @@ The peer is a copy on the device in the same run. Tensors take turns, more than 
 Time is the device's, between events around many queued calls; a kernel that waits in front of them
 lets the host queue them all first. Rates are the least bytes that a kernel must read and write,
 over that time; the copy's rate is made in the same way. ``topk-torch`` is how many times as long
-torch.topk takes for the magnitudes of the same tensor.
+torch.topk takes for the magnitudes of the same tensor. ``powersgd-project``, ``-back`` and
+``-restore`` are the three passes over a square matrix of that size, with rank 4 and error feedback.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _BYTES = 4 * _N
 #: Number of tensors that take turns; calls between two events.
 _MANY, _CALLS = 4, 16
 _MU = 0.9
+#: Rows and columns of a matrix, and columns of its factors.
+_SIDE, _RANK = 4096, 4
 #: Least bytes that an access at a random position costs: memory moves that much at once.
 _SECTOR = 32
 
@@ -163,6 +166,66 @@ class _Tensor:
         return whole + self.size
 
 
+class _Matrix:
+    """A square gradient with its residual and its factors, and the passes over it by name."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+
+        from bpsx.kernels.cuda.device import THREADS, WARPS, grid
+        from bpsx.kernels.cuda.low_rank import adder, gatherer, projector, restorer
+        from bpsx.kernels.low_rank import ROWS, TALL
+
+        torch.manual_seed(seed)
+        self._tensors = [
+            torch.randn(*shape, device="cuda")
+            for shape in ((_SIDE, _SIDE), (_SIDE, _SIDE), *[(_RANK, _SIDE)] * 4)
+        ]
+        self._tensors.append(torch.empty(-(-_SIDE // ROWS) * _RANK * _SIDE, device="cuda"))
+        g, e, q, p, own, sums, parts = (one.data_ptr() for one in self._tensors)
+        sizes, back = (_SIDE, _SIDE, _RANK), grid(_SIDE // ROWS * (_SIDE // THREADS))
+
+        def project_back() -> None:
+            gatherer("float32", True).launch(back, _stream(), g, e, p, parts, *sizes)
+            blocks = grid(_RANK * _SIDE // THREADS)
+            adder("float32").launch(blocks, _stream(), parts, own, _SIDE, _RANK * _SIDE)
+
+        self.passes: dict[str, Callable[[], None]] = {
+            "project": lambda: projector("float32", True).launch(
+                grid(_SIDE // WARPS), _stream(), g, e, q, p, *sizes
+            ),
+            "back": project_back,
+            "restore": lambda: restorer("float32", True).launch(
+                grid(_SIDE // TALL * (_SIDE // THREADS)),
+                _stream(),
+                g,
+                e,
+                p,
+                sums,
+                own,
+                g,
+                *sizes,
+                0,
+            ),
+        }
+
+
+def _matrices(turns: int, only: str, whole: float) -> list[Case]:
+    """Return the cases of PowerSGD's passes. ``whole``: the copy's rate in GB/s."""
+    cases = []
+    for name, times in (("project", 2), ("back", 2), ("restore", 4)):
+        if only not in (case := f"powersgd-{name}"):
+            continue
+        progress(case)
+        seconds, host = _seconds([_Matrix(seed).passes[name] for seed in range(_MANY)], turns)
+        moved = times * _BYTES
+        note = f"{1e6 * statistics.median(seconds):.1f} us for {moved / 1e6:.0f} MB, host"
+        note += f" {1e6 * host:.0f} us; copy"
+        rates = [moved / s / 1e9 for s in seconds]
+        cases.append(median_case(case, rates, "GB/s", peer=whole, target=">= 0.3", note=note))
+    return cases
+
+
 def run(quick: bool, only: str) -> list[Case]:
     """Return all cases whose name contains ``only``. Raises :class:`BenchError` without a GPU."""
     try:
@@ -209,7 +272,7 @@ def run(quick: bool, only: str) -> list[Case]:
         )
         if row.case == "topk-compress":
             cases.append(_against_torch(tensors, statistics.median(seconds), turns))
-    return cases
+    return cases + _matrices(turns, only, whole)
 
 
 def _against_torch(tensors: list[_Tensor], ours: float, turns: int) -> Case:

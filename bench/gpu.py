@@ -20,6 +20,7 @@ most the given rate, each way. ``k0``: a server beside each worker. ``k4``: four
 of their own with the same links, and none beside workers. With n workers and k such machines a
 parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*.
 ``-onebit``, ``-topk``, ``-dithering``: with that compressor and error feedback, both ways.
+``-rank4``: bpsx's PowerSGD of rank 4 with error feedback.
 ``-powersgd``, ``-bf16``: DistributedDataParallel with PyTorch's hook of that name, PowerSGD of rank
 4. Needs root and iproute2.
 
@@ -60,7 +61,7 @@ _SERVERS = 2
 _SECONDS = 300.0
 _TRAIN_WAYS = ("ddp", "bpsx", "alone")
 #: Ways of **links** besides ddp and bpsx.
-WAYS = ("onebit", "topk", "dithering", "powersgd", "bf16")
+WAYS = ("onebit", "topk", "dithering", "rank4", "powersgd", "bf16")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from bench.report import BenchError, Case, median_case
 NETWORKS = ("gpt2", "ugatit", "vgg16", "bert-large")
 _LINK_NETWORKS = ("vgg16", "bert-large")
 #: The first one needs NCCL.
-_LINK_WAYS = ("powersgd", "onebit", "dithering", "topk")
+_LINK_WAYS = ("powersgd", "onebit", "dithering", "topk", "rank4")
 _RATES, _EXTRA, _MACHINES = ("10gbit", "25gbit", "100gbit"), (0, 4), 4
 #: Share of the minutes that each part may take.
 _SHARES = {"tests": 0.3, "one": 0.12, "roots": 0.33, "links": 0.25}

@@ -26,6 +26,7 @@ _COMPRESSION: dict[str, dict[str, Any]] = {
     "onebit": {"compressor": "onebit", "scaling": True, "ef": "vanilla"},
     "dithering": {"compressor": "dithering", "k": 4, "ef": "vanilla"},
     "topk": {"compressor": "topk", "k": 0.001, "ef": "vanilla"},
+    "rank4": {"compressor": "powersgd", "rank": 4, "ef": "vanilla"},
 }
 #: The ways of DistributedDataParallel.
 _DDP = ("ddp", "bf16", "powersgd")
