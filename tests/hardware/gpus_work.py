@@ -308,18 +308,18 @@ def compressed(device: torch.device) -> list[str]:
 def factored(device: torch.device) -> list[str]:
     """Return what is wrong with sums of low rank by PowerSGD, which are exact."""
     wrong = []
-    column = torch.linspace(-1, 1, 700, device=device).unsqueeze(1)
+    column = torch.linspace(-1, 1, 700, dtype=torch.float64, device=device).unsqueeze(1)
     for dtype, most in ((torch.float32, 1e-4), (torch.float16, 0.1), (torch.float64, 1e-9)):
         params = {"compressor": "powersgd", "rank": 4, "ef": "vanilla"}
         bpsx.declare(f"factored.{dtype}", compression=params)
         for step in range(3):
             rows = [
-                torch.randn(1, 900, generator=torch.Generator().manual_seed(9 * r + step))
+                torch.randn(1, 900, generator=torch.Generator().manual_seed(9 * r + step)).double()
                 for r in range(bps.size())
             ]
             mine = (column @ rows[bps.rank()].to(device)).to(dtype)
             there = bps.push_pull(mine, average=False, name=f"factored.{dtype}").double()
-            here = column.double() @ sum(rows).to(device).double()
+            here = column @ sum(rows).to(device)
             if float((there - here).abs().max()) > most * float(here.abs().max()):
                 wrong.append(f"factored {dtype} {step}: {there[0, :4]} and {here[0, :4]}")
     return wrong
