@@ -9,6 +9,7 @@ import pytest
 from network import NetJob, Network, needed
 
 from cluster.test_worker_joins import Growing
+from support.jobs import Job
 
 _KIB = 1 << 10
 _SUMS = """
@@ -94,6 +95,32 @@ class Apart(Growing):
     def command(self, name: str, words: list[str]) -> list[str]:
         kind, _, number = name.partition(" ")
         return ["env", f"DMLC_NODE_HOST=127.0.1.{number}", *words] if kind == "worker" else words
+
+
+def test_an_interrupted_measurement_leaves_nothing_open():
+    apart = {i: {"DMLC_NODE_HOST": f"127.0.1.{i}"} for i in range(2)}
+    with Job(
+        """
+        import os, signal, threading, bpsx, numpy as np
+        from bpsx.session import session
+
+        if os.environ["DMLC_WORKER_ID"] == "0":
+            session.measure = lambda *given: signal.raise_signal(signal.SIGINT)
+        try:
+            bpsx.init()
+            bpsx.push_pull(np.ones(9, np.float32), "x")
+        except KeyboardInterrupt:
+            report([t.name for t in threading.enumerate() if t.name.startswith("bpsx")])
+        except bpsx.BpsxError as e:
+            report(str(e))
+        """,
+        worker_env=apart,
+    ) as job:
+        for worker in job.workers:
+            worker.wait()
+        assert job.workers[0].reports() == [[]]
+        (told,) = job.workers[1].reports()
+    assert "worker 0 (" in told and "init() ended by KeyboardInterrupt" in told
 
 
 def test_a_newcomer_measures_nothing():

@@ -101,7 +101,11 @@ class Session(Liveness):
             resources.abandon(e)
             raise
         if resources.probes and self._link is not None:
-            self._tell_rate(self._link, len(resources.numbers))
+            try:
+                self._tell_rate(self._link, len(resources.numbers))
+            except BaseException as e:  # Ctrl-C: nobody has the session, so nobody would close it
+                self.close(f"init() ended by {type(e).__name__}")
+                raise
 
     def _tell_rate(self, link: Link, workers: int) -> None:
         """Measure the links together with the other workers, and tell the scheduler."""
