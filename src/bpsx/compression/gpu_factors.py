@@ -44,16 +44,6 @@ class FactorsOnGpu:
         self._add = adder(dtype)
         self._restore = restorer(dtype, made.feedback)
 
-    def build(self, stream: int) -> None:
-        """Compile and load all kernels without queueing any.
-
-        Raises any error of compiling or loading a kernel.
-        """
-        with only_building():
-            self._queue_projection(0, stream)
-            self._queue_projection_back(0, stream)
-            self._queue_result(0, 0, False, stream)
-
     def project(self, data: int, q: int, stream: int) -> None:
         """Queue own P = M Q and its copy to :attr:`shares`.
 
@@ -138,6 +128,18 @@ class FactorsOnGpu:
                 *self._sizes,
                 int(broken),
             )
+
+
+def build(gpu: Gpu, dtype: str, feedback: bool) -> None:
+    """Compile and load all kernels without queueing any.
+
+    Raises any error of compiling or loading a kernel.
+    """
+    with gpu, only_building():
+        for kernel in (projector(dtype, feedback), gatherer(dtype, feedback)):
+            kernel.launch(1, gpu.aside, *[0] * 7)
+        adder(dtype).launch(1, gpu.aside, *[0] * 4)
+        restorer(dtype, feedback).launch(1, gpu.aside, *[0] * 10)
 
 
 def scratch(made: MadeMatrix) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,6 +106,14 @@ class GpuKernels:
             return None
         return coders
 
+    def warm_factors(self, gpu: Gpu, dtype: str, feedback: bool) -> None:
+        """Build the kernels that :meth:`factors` needs, which takes seconds. Thread-safe."""
+        if not self._off:
+            with suppress(Exception):  # factors() meets it again, and tells it
+                from bpsx.compression.gpu_factors import build
+
+                build(gpu, dtype, feedback)
+
     def factors(
         self, name: str, dtype: str, made: MadeMatrix, gpu: Gpu
     ) -> FactorsOnGpu | FactorsByHost:
@@ -115,14 +124,13 @@ class GpuKernels:
         """
         try:
             if not self._off:
-                from bpsx.compression.gpu_factors import FactorsOnGpu, scratch
+                from bpsx.compression.gpu_factors import FactorsOnGpu, build, scratch
 
                 with self._lock:
                     if self._factors_room[0] < scratch(made):  # kernels may use the old memory
                         self._factors_room = scratch(made), gpu.memory(scratch(made))
-                    found = FactorsOnGpu(gpu, dtype, made, self._factors_room[1])
-                    found.build(gpu.aside)
-                return found
+                    build(gpu, dtype, made.feedback)
+                    return FactorsOnGpu(gpu, dtype, made, self._factors_room[1])
         except DeviceError:
             raise
         except Exception as e:

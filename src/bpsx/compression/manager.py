@@ -204,16 +204,21 @@ class Compressing:
         )
         return (made.ctypes.data, nbytes), (made, source, owner), None
 
-    def check(self, name: str, dtype: int, nbytes: int, used: CompressionSpec) -> None:
+    def check(
+        self, name: str, dtype: int, nbytes: int, used: CompressionSpec, gpu: Gpu | None = None
+    ) -> None:
         """Check that a tensor can be compressed as ``used`` says, and compile the code for it.
 
         Compiles here, in the caller's thread, to spare the thread that listens to the scheduler.
-        Raises :class:`~bpsx.errors.ConfigError` if the tensor cannot be compressed.
+        ``gpu``: where the tensor is; None: host memory. Raises
+        :class:`~bpsx.errors.ConfigError` if the tensor cannot be compressed.
         """
         if is_factored(used):
             check_dtype(used, BY_CODE[dtype].name, repr(name))
             if self._config.distributed and self._near.has_servers:
                 load_steps(BY_CODE[dtype].name)
+                if gpu is not None:
+                    self._gpu_kernels.warm_factors(gpu, BY_CODE[dtype].name, bool(used.ef))
             return
         check_fits(
             used,

@@ -480,7 +480,8 @@ class Session(Liveness):
                 return self._core.submit(tensor, request)
             check_new(name, nbytes, self.config.partition_bytes)
             if codec is not None:
-                self.compressing.check(name, dtype, nbytes, codec)
+                on = request.on
+                self.compressing.check(name, dtype, nbytes, codec, on.gpu if on else None)
             handle = self._core.prepare(request, nbytes)
             if self._link is None:
                 begin = monotonic_ns()
