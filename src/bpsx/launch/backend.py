@@ -94,6 +94,9 @@ class Plan(ABC):
     secret: str = field(default_factory=make, repr=False)
     max_restarts: int | None = None
 
+    #: Seconds more than ``grace`` that other hosts' bpsx-run have to tell how processes ended:
+    #: they give these the same time.
+    telling: ClassVar[float] = 0.0
     #: Whether workers may end with status 0 without having joined a job.
     forgiving: ClassVar[bool] = False
 

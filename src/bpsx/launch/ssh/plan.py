@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from bpsx.config import child_environment, own_store
 from bpsx.errors import ConfigError
@@ -59,6 +60,8 @@ class Remote(Plan):
     directory: str = field(default_factory=os.getcwd)
     given: Mapping[str, str] = field(default_factory=dict)
     store_port: int = field(default_factory=any_port)
+
+    telling: ClassVar[float] = 1.0
 
     @property
     def needed(self) -> Sequence[str]:
