@@ -11,6 +11,21 @@ from gpus.pretend import environment
 from support.jobs import Job
 
 PRELUDE = "from gpus.worker import *\n"
+#: Source of a worker whose kernels run on Numba's simulator.
+SIMULATED = """
+    from bpsx.kernels.cuda import device
+
+    launch = device.Kernel.launch
+
+
+    def after_the_stream(self, blocks, stream, *arguments):
+        # The simulator runs a kernel at once, wherever it is queued.
+        cuda.sync(stream)
+        launch(self, blocks, stream, *arguments)
+
+
+    device.Kernel.launch = after_the_stream
+"""
 #: Number of machines, of processes per machine, of servers.
 SHAPES = {"alone": (1, 2, 0), "direct": (2, 1, 1), "machine": (1, 2, 1), "one": (1, 1, 0)}
 

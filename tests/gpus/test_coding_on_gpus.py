@@ -8,22 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpus.machines import gpu_job
+from gpus.machines import SIMULATED, gpu_job
 from support.jobs import DEADLINE
 
 WORKER = """
-    from bpsx.kernels.cuda import device
-
-    launch = device.Kernel.launch
-
-
-    def after_the_stream(self, blocks, stream, *arguments):
-        # The simulator runs a kernel at once, wherever it is queued.
-        cuda.sync(stream)
-        launch(self, blocks, stream, *arguments)
-
-
-    device.Kernel.launch = after_the_stream
     bpsx.init()
     r = bpsx.rank()
     # name, element type, compression: known and unknown sizes, halves, a residual, momentum, a
@@ -81,7 +69,9 @@ def test_the_same_as_on_the_host(
             i: {"CODES": int(where == "gpu" and i % processes == processes - 1)}
             for i in range(machines * processes)
         }
-        with gpu_job(WORKER, pretend, *shape, env={**more, "WHERE": where}, worker_env=own) as job:
+        with gpu_job(
+            SIMULATED + WORKER, pretend, *shape, env={**more, "WHERE": where}, worker_env=own
+        ) as job:
             found[where] = job.results(2 * DEADLINE)  # the simulator is slow
     for gpu, host in zip(found["gpu"], found["host"], strict=True):
         for (*case, values), (*same, wanted) in zip(gpu, host, strict=True):

@@ -8,26 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from gpus.machines import gpu_job
+from gpus.machines import SIMULATED, gpu_job
 from support.jobs import DEADLINE
 
+#: Source of a worker that cannot build kernels.
+BROKEN = """
+    import sys
+
+    sys.modules["numba.cuda"] = None
+"""
 WORKER = """
-    if os.environ["BROKEN"] == "1":
-        import sys
-        sys.modules["numba.cuda"] = None
-    else:
-        from bpsx.kernels.cuda import device
-
-        launch = device.Kernel.launch
-
-
-        def after_the_stream(self, blocks, stream, *arguments):
-            # The simulator runs a kernel at once, wherever it is queued.
-            cuda.sync(stream)
-            launch(self, blocks, stream, *arguments)
-
-
-        device.Kernel.launch = after_the_stream
     bpsx.init()
     r, on_gpu = bpsx.rank(), os.environ["WHERE"] == "gpu"
     kept = bpsx.api.verbs.session().compressing
@@ -59,10 +49,8 @@ WORKER = """
 
 
 ELSEWHERE = """
-    import sys
     from bpsx.errors import DeviceError
 
-    sys.modules["numba.cuda"] = None
     bpsx.init()
     here = np.random.default_rng(bpsx.rank()).standard_normal((200, 200), np.float32)
     there = PretendArray(here, main)
@@ -85,13 +73,13 @@ def outcome(
 ) -> list[list[object]]:
     env = {
         "WHERE": where,
-        "BROKEN": int(broken),
         "NUMBA_ENABLE_CUDASIM": "1",
         "BYTEPS_MIN_COMPRESS_BYTES": "0",
         "BYTEPS_PARTITION_BYTES": "4096",
         **more,
     }
-    with gpu_job(WORKER, pretend, *shape, env=env) as job:
+    kernels = BROKEN if broken else SIMULATED
+    with gpu_job(kernels + WORKER, pretend, *shape, env=env) as job:
         found = job.results(2 * DEADLINE)  # the simulator is slow
         said = [w.text().count("compressed on the CPU") for w in job.workers]
     assert said == [int(broken)] * len(said)
@@ -118,7 +106,7 @@ def test_the_bits_are_those_of_host_memory(
 
 
 def test_a_matrix_stays_where_its_first_push_was(pretend: Path) -> None:
-    with gpu_job(ELSEWHERE, pretend, 2, 1, 1) as job:
+    with gpu_job(BROKEN + ELSEWHERE, pretend, 2, 1, 1) as job:
         found = job.results()
     for (told,) in found:
         assert [text.split("cannot be pushed ")[1] for text in told] == [
