@@ -402,12 +402,16 @@ cdef class Core:
         return True
 
     cdef bint _place_matrix(self, Handle handle, Tensor tensor) except -1:
-        """Prepare a matrix for the first push_pull where its gradient is. As _attach()."""
+        """Prepare a matrix for the first push_pull where its gradient is. As _attach().
+
+        A failure fails the core: the other workers count this push_pull, and this one does not.
+        """
         try:
             if tensor.factor_on(handle.gpu):
                 self.open_coders()
-        except errors.BpsxError as e:
-            self.end(handle, E_DEVICE, str(e))
+        except (errors.BpsxError, MemoryError) as e:
+            self.fail(E_DEVICE, str(e))
+            self.end(handle, E_DEVICE, self.failed)
             return False
         return True
 

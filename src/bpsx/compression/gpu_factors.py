@@ -36,9 +36,8 @@ class FactorsOnGpu:
         self._e_bytes = made.rows * made.columns * made.wide_itemsize if made.feedback else 0
         lengths = (self._e_bytes, self._p_bytes, self._q_bytes, self._q_bytes, self._q_bytes)
         self._e, self._p, self._q, self._own, self._sums = _places(gpu.memory, lengths)
-        self.shares, self._p_up, self._q_up = _places(
-            gpu.pinned, (made.q_offset + self._q_bytes, self._p_bytes, self._q_bytes)
-        )
+        pinned = (made.q_offset + self._q_bytes, self._p_bytes, self._q_bytes, self._q_bytes)
+        self.shares, self._p_up, self._q_up, self._sums_up = _places(gpu.pinned, pinned)
         self._project = projector(dtype, made.feedback)
         self._gather = gatherer(dtype, made.feedback)
         self._add = adder(dtype)
@@ -68,7 +67,7 @@ class FactorsOnGpu:
 
         ``q``: the address of the summed Q on the host. ``broken``: it is not finite.
         """
-        self._send(self._sums, self._q_up, q, self._q_bytes, stream)
+        self._send(self._sums, self._sums_up, q, self._q_bytes, stream)
         self._queue_result(data, out, broken, stream)
 
     def fetch(self, residual: int) -> None:
@@ -82,7 +81,8 @@ class FactorsOnGpu:
     def _send(self, to: int, by: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy to the GPU by way of pinned memory.
 
-        An earlier copy from there has ended: the driver has waited for a later step since.
+        An earlier copy from there has ended: each place is for one step, and the driver has waited
+        for that step or for a later one since. It does not wait for the last one.
         """
         ctypes.memmove(by, source, nbytes)
         self._gpu.copy(to, by, nbytes, stream)

@@ -245,8 +245,8 @@ cdef inline void step_queued(Core *c, Partition *hand) noexcept nogil:
     the task's event tells.
     """
     cdef Matrix *m = hand.tensor.matrix
-    if m.state == IDLE:
-        return                              # its task has failed meanwhile
+    if m.state == IDLE or c.failed:
+        return                              # its task has failed, or is about to
     if m.state == RESTORING and not hand.tensor.trace.recorded:
         take_hand(c, hand.tensor, 0)
     elif mark(c, hand, DOWN) != 0:
