@@ -49,19 +49,16 @@ WORKER = """
 
 
 ELSEWHERE = """
-    from bpsx.errors import DeviceError
-
     bpsx.init()
     here = np.random.default_rng(bpsx.rank()).standard_normal((200, 200), np.float32)
     there = PretendArray(here, main)
     first, second = (there, here) if os.environ["FIRST"] == "gpu" else (here, there)
     bpsx.declare("a", compression={"compressor": "powersgd", "rank": 2})
-    bpsx.push_pull(first, "a", output=first)
     told = []
-    for array in (second, first):  # no later sum may lack what the refused one was to bring
+    for array in (first, second, first):  # no later sum may lack what the refused one was to bring
         try:
             bpsx.push_pull(array, "a", output=array)
-        except DeviceError as e:
+        except bpsx.BpsxError as e:
             told.append(str(e))
     report(told)
     bpsx.shutdown()
@@ -111,5 +108,7 @@ def test_a_matrix_stays_where_its_first_push_was(first: str, second: str, preten
         for worker in job.workers:
             worker.wait()
         found = [worker.reports() for worker in job.workers]
-    for ((refused, later),) in found:
-        assert f"cannot be pushed from {second} any more" in refused and later == refused
+    # One worker may hear that the other has failed before it has pushed anything itself.
+    refused = f"cannot be pushed from {second} any more"
+    assert any(refused in told[0] for (told,) in found), found
+    assert all(len(told) >= 2 for (told,) in found), found
