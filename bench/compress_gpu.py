@@ -172,9 +172,8 @@ class _Matrix:
     def __init__(self, seed: int) -> None:
         import torch
 
-        from bpsx.kernels.cuda.device import THREADS, WARPS, grid
-        from bpsx.kernels.cuda.low_rank import adder, gatherer, projector, restorer
-        from bpsx.kernels.low_rank import ROWS, TALL
+        from bpsx.kernels.cuda.low_rank import Steps
+        from bpsx.kernels.low_rank import ROWS
 
         torch.manual_seed(seed)
         self._tensors = [
@@ -183,30 +182,11 @@ class _Matrix:
         ]
         self._tensors.append(torch.empty(-(-_SIDE // ROWS) * _RANK * _SIDE, device="cuda"))
         g, e, q, p, own, sums, parts = (one.data_ptr() for one in self._tensors)
-        sizes, back = (_SIDE, _SIDE, _RANK), grid(_SIDE // ROWS * (_SIDE // THREADS))
-
-        def project_back() -> None:
-            gatherer("float32", True).launch(back, _stream(), g, e, p, parts, *sizes)
-            blocks = grid(_RANK * _SIDE // THREADS)
-            adder("float32").launch(blocks, _stream(), parts, own, _SIDE, _RANK * _SIDE)
-
+        steps = Steps("float32", True, _SIDE, _SIDE, _RANK)
         self.passes: dict[str, Callable[[], None]] = {
-            "project": lambda: projector("float32", True).launch(
-                grid(_SIDE // WARPS), _stream(), g, e, q, p, *sizes
-            ),
-            "back": project_back,
-            "restore": lambda: restorer("float32", True).launch(
-                grid(_SIDE // TALL * (_SIDE // THREADS)),
-                _stream(),
-                g,
-                e,
-                p,
-                sums,
-                own,
-                g,
-                *sizes,
-                0,
-            ),
+            "project": lambda: steps.project(_stream(), g, e, q, p),
+            "back": lambda: steps.project_back(_stream(), g, e, p, parts, own),
+            "restore": lambda: steps.restore(_stream(), g, e, p, sums, own, g, False),
         }
 
 

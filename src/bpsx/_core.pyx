@@ -7,6 +7,7 @@ and hands over.
 """
 import contextlib
 import os
+import threading
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -79,6 +80,7 @@ cdef class Core:
     cdef readonly object waiters    # which threads wait for which handles: see waiters.py
     cdef readonly int pid       # creator: a forked child must not touch the parent's sockets
     cdef set tensors
+    cdef object preparing       # held while a tensor gets what it needs for gradients on a GPU
     # Groups of push_pulls that are committed together, by the names of their tensors.
     cdef readonly dict groups
     cdef readonly list all_groups
@@ -113,6 +115,7 @@ cdef class Core:
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
         self.pid = own_pid()
+        self.preparing = threading.RLock()
         self.endpoint, self.capsule = endpoint, endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
         self.c.settings.rank = rank
@@ -380,7 +383,8 @@ cdef class Core:
 
     cdef bint _attach(self, Handle handle, Tensor tensor) except -1:
         """Attach a tensor to a handle. False if that failed; then the handle has ended."""
-        if handle.gpu is not None and not self._put_on(tensor, handle.gpu):
+        self.tensors.add(tensor)        # the core refers to it for the rest of its life
+        if handle.gpu is not None and tensor.gpu is None and not self._put_on(tensor, handle.gpu):
             self.end(handle, E_DEVICE, self.failed)
             return False
         if tensor.c.matrix != NULL and not self._place_matrix(handle, tensor):
@@ -388,14 +392,14 @@ cdef class Core:
         handle.tensor = tensor
         tensor.by_graph = tensor.by_graph or handle.by_graph
         handle.task.tensor = &tensor.c
-        self.tensors.add(tensor)        # the core refers to it for the rest of its life
         Py_INCREF(handle)
         return True
 
     cdef bint _put_on(self, Tensor tensor, gpu) except -1:
         """Put a tensor on the GPU. On failure fail the whole core and return False. Any thread."""
         try:
-            tensor.put_on(gpu)
+            with self.preparing:
+                tensor.put_on(gpu)
         except (errors.DeviceError, MemoryError) as e:
             self.fail(E_DEVICE, str(e))
             return False
@@ -407,8 +411,9 @@ cdef class Core:
         A failure fails the core: the other workers count this push_pull, and this one does not.
         """
         try:
-            if tensor.factor_on(handle.gpu):
-                self.open_coders()
+            with self.preparing:
+                if tensor.factor_on(handle.gpu):
+                    self.open_coders()
         except (errors.BpsxError, MemoryError) as e:
             self.fail(E_DEVICE, str(e))
             self.end(handle, E_DEVICE, self.failed)

@@ -299,7 +299,7 @@ def test_a_join_waits_for_errors_at_another_scheduler_too() -> None:
     for worker in (*others, first):
         worker.declare("c", 5 + (worker is first))
         act(worker)
-        take(worker)  # PLACED; the last one is told FAILED
+        take(worker)  # PLACED, for the last worker FAILED
     first.join()
     act(first)
     assert marked() == set()

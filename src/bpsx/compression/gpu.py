@@ -5,7 +5,7 @@ kernels/codecs.py describes the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -61,12 +61,8 @@ class Coder:
             _WORDS_BYTES,
             made.capacity + SLACK,
         ]
-        places = [0]
-        for length in lengths:
-            places.append(places[-1] + -(-length // _ALIGNED) * _ALIGNED)
-        base = gpu.memory(places[-1])
-        self._residual, self._momentum, self._state, self.words, self.wire = (
-            base + at for at in places[:-1]
+        self._residual, self._momentum, self._state, self.words, self.wire = places(
+            gpu.memory, lengths
         )
         self._lengths = lengths
         self.size = self._codec.size(self._wide, n, made.options)
@@ -218,6 +214,15 @@ def check_launch(gpu: Gpu) -> None:
     gpu.move(answer.ctypes.data, place, answer.nbytes)
     if answer[0] != -1:
         raise RuntimeError(f"a test kernel wrote {answer[0]} instead of -1")
+
+
+def places(allocate: Callable[[int], int], lengths: Sequence[int]) -> list[int]:
+    """Allocate memory at once for parts of these bytes; return their addresses."""
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + -(-length // _ALIGNED) * _ALIGNED)
+    base = allocate(ends[-1])
+    return [base + at for at in ends[:-1]]
 
 
 def _aside(made: Made) -> int:

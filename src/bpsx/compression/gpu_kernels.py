@@ -110,9 +110,10 @@ class GpuKernels:
         """Build the kernels that :meth:`factors` needs, which takes seconds. Thread-safe."""
         if not self._off:
             with suppress(Exception):  # factors() meets it again, and tells it
-                from bpsx.compression.gpu_factors import build
+                from bpsx.kernels.cuda.low_rank import build
 
-                build(gpu, dtype, feedback)
+                with gpu:
+                    build(dtype, feedback, gpu.aside)
 
     def factors(
         self, name: str, dtype: str, made: MadeMatrix, gpu: Gpu
@@ -124,12 +125,14 @@ class GpuKernels:
         """
         try:
             if not self._off:
-                from bpsx.compression.gpu_factors import FactorsOnGpu, build, scratch
+                from bpsx.compression.gpu_factors import FactorsOnGpu, scratch
+                from bpsx.kernels.cuda.low_rank import build
 
                 with self._lock:
                     if self._factors_room[0] < scratch(made):  # kernels may use the old memory
                         self._factors_room = scratch(made), gpu.memory(scratch(made))
-                    build(gpu, dtype, made.feedback)
+                    with gpu:
+                        build(dtype, made.feedback, gpu.aside)
                     return FactorsOnGpu(gpu, dtype, made, self._factors_room[1])
         except DeviceError:
             raise

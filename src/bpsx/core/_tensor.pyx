@@ -266,12 +266,13 @@ cdef class Tensor:
         Raises :class:`MemoryError`, :class:`~bpsx.errors.DeviceError`.
         """
         if self.gpu is None:
-            self.gpu = gpu
             with gpu:
                 try:
                     give_gpu(&self.c, device_of(gpu))
                 except MemoryError:
+                    take_gpu(&self.c, device_of(gpu))
                     raise DeviceError(gpu.failure) if gpu.failure else MemoryError from None
+            self.gpu = gpu
 
     cdef take_off(self):
         """Release the GPU state, when no thread drives any more. Call in the GPU's context."""

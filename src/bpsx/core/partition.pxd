@@ -235,7 +235,8 @@ cdef struct Matrix:
     int64_t pieces              # of the present work
     int64_t next_piece          # atomic
     int64_t began_ns            # only for recorded steps
-    # Python object that queues the work on a GPU; NULL: its gradients are on the host
+    # bpsx.compression.gpu_factors.FactorsOnGpu or FactorsByHost, the caller keeps it alive;
+    # NULL: gradients are in host memory
     void *coder
 
 cdef struct Text:               # UTF-8, not terminated; the Python Tensor owns it

@@ -15,9 +15,9 @@ from libc.string cimport memcpy, memset
 from bpsx.core.gpu.device cimport DOWN, N_STREAMS, Device
 from bpsx.system.sync cimport atomic_store
 from bpsx.local.cuda cimport (
-    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, GpuState, UniqueId, abort, always, begin_group,
-    broken, collect, copy, divide, drop_event, end_group, enter, enter_nothing, fill, host_memory,
-    init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, PORTABLE, GpuState, UniqueId, abort, always,
+    begin_group, broken, collect, copy, divide, drop_event, end_group, enter, enter_nothing, fill,
+    host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
 )
 
 from bpsx.errors import ConfigError, DeviceError
@@ -104,6 +104,7 @@ cdef class Gpu:
     cdef int pid
     cdef list spare             # unused events
     cdef list owned             # addresses of memory on the GPU
+    cdef list pins              # addresses of pinned memory that :meth:`pinned` has allocated
     cdef void *kernels          # a stream
     cdef object local           # per thread: a stack of the tokens of nested `with` blocks
     cdef uint64_t moments       # number of moments so far
@@ -115,7 +116,7 @@ cdef class Gpu:
     def __cinit__(self, int ordinal):
         cdef int i, n = 0
         cdef char text[256]
-        self.spare, self.owned, self.local = [], [], threading.local()
+        self.spare, self.owned, self.pins, self.local = [], [], [], threading.local()
         self.ordinal, self.device, self.pid = ordinal, -1, getpid()
         memset(&self.state, 0, sizeof(GpuState))
         memset(&self.table, 0, sizeof(Device))
@@ -337,31 +338,29 @@ cdef class Gpu:
                 "cuMemsetD8Async",
                 self.state.driver.fill(at, 0, max(nbytes, <uint64_t>1), self.table.streams[DOWN])
             )
-            self._check(
-                "cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN])
-            )
+            self.settle(<uintptr_t>self.table.streams[DOWN])
         return at
 
     def pinned(self, uint64_t nbytes) -> int:
         """Allocate pinned memory on the host until :meth:`close`; return its address."""
         cdef void *at = NULL
         with self:
-            at = self.table.host_memory(self.table.self, max(nbytes, <uint64_t>1))
-            if at == NULL:
-                raise DeviceError(self.failure)
+            self._check(
+                "cuMemHostAlloc",
+                self.state.driver.host_alloc(&at, max(nbytes, <uint64_t>1), PORTABLE)
+            )
+        self.pins.append(<uintptr_t>at)
         return <uintptr_t>at
 
     def move(self, uintptr_t to, uintptr_t source, uint64_t nbytes) -> None:
-        """Copy from or to the host, and wait for the end."""
+        """Copy from or to the host, and wait for the end without the GIL."""
         if nbytes:
             with self:
                 self._check(
                     "cuMemcpyAsync",
                     self.state.driver.copy(to, source, nbytes, self.table.streams[DOWN])
                 )
-                self._check(
-                    "cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN])
-                )
+                self.settle(<uintptr_t>self.table.streams[DOWN])
 
     # ---- NCCL
 
@@ -494,13 +493,15 @@ cdef class Gpu:
                 self.state.driver.event_drop(self.table.fence)
             for i in range(self.state.n_slabs):
                 self.state.driver.host_free(self.state.slabs[i])
+            for at in self.pins:
+                self.state.driver.host_free(<void *><uintptr_t>at)
             for i in range(self.state.n_shared):
                 self.state.driver.host_unregister(self.state.shared[i])
             for at in self.owned:
                 self.state.driver.free(<uintptr_t>at)
             for i in range(self.state.n_rooms):
                 self.state.driver.free(self.state.rooms[i])
-        self.spare, self.owned = [], []
+        self.spare, self.owned, self.pins = [], [], []
         self.table.enter, self.table.leave, self.table.query = enter_nothing, leave_nothing, always
         self.state.driver.release(self.device)
         self.device = -1

@@ -227,7 +227,7 @@ class Membership(Growing):
         if not self._roster.unheard:
             joins, self._deferred_joins = self._deferred_joins, {}
             for ident, generation in joins.items():
-                out += self._join(ident, generation)
+                out += self.join(ident, generation)  # which may hold it once more
         leaving = self._roster.leaving
         if self.terms is not None and len(leaving) == len(self._roster.live):
             self.terms.all_leave()

@@ -103,7 +103,7 @@ class Session(Liveness):
         if resources.probes and self._link is not None:
             try:
                 self._tell_rate(self._link, len(resources.numbers))
-            except BaseException as e:  # Ctrl-C: nobody has the session, so nobody would close it
+            except BaseException as e:  # Ctrl-C, too: only this method could still close it
                 self.close(f"init() ended by {type(e).__name__}")
                 raise
 

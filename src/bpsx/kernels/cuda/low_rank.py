@@ -20,9 +20,11 @@ from bpsx.kernels.cuda.device import (
     blocks,
     device,
     fold,
+    grid,
     kernel,
     lane_of,
     np,
+    only_building,
     plus,
     thread,
     times,
@@ -85,11 +87,6 @@ def projector(dtype: str, feedback: bool) -> Kernel:
                             p[(group + k) * n + i] = real(sums[k])
 
     return project
-
-
-def tiles(n: int, m: int, rows: int) -> int:
-    """Return the number of tiles of THREADS columns and ``rows`` rows."""
-    return -(-m // THREADS) * -(-n // rows)
 
 
 @functools.cache
@@ -193,3 +190,52 @@ def restorer(dtype: str, feedback: bool) -> Kernel:
                     e[i * m + j] = left if abs(left) < np.inf and not broken else real(0)
 
     return restore
+
+
+class Steps:
+    """Launches of one matrix's steps; the GPU must be current.
+
+    Arguments but ``stream`` and ``broken`` are addresses on the GPU, with the kernels' names.
+    """
+
+    def __init__(self, dtype: str, feedback: bool, rows: int, columns: int, rank: int) -> None:
+        self._sizes = rows, columns, rank
+        self._project = projector(dtype, feedback)
+        self._gather = gatherer(dtype, feedback)
+        self._add = adder(dtype)
+        self._restore = restorer(dtype, feedback)
+
+    def project(self, stream: int, g: int, e: int, q: int, p: int) -> None:
+        """Queue P = M Q."""
+        blocks = grid(-(-self._sizes[0] // WARPS))
+        self._project.launch(blocks, stream, g, e, q, p, *self._sizes)
+
+    def project_back(self, stream: int, g: int, e: int, p: int, parts: int, own: int) -> None:
+        """Queue own Q = M^T P."""
+        rows, columns, rank = self._sizes
+        self._gather.launch(self._tiles(ROWS), stream, g, e, p, parts, *self._sizes)
+        blocks = grid(-(-columns * rank // THREADS))
+        self._add.launch(blocks, stream, parts, own, rows, columns * rank)
+
+    def restore(
+        self, stream: int, g: int, e: int, p: int, sums: int, own: int, out: int, broken: bool
+    ) -> None:
+        """Queue the result and the residual. ``broken``: the sums are not finite."""
+        blocks = self._tiles(TALL)
+        self._restore.launch(blocks, stream, g, e, p, sums, own, out, *self._sizes, int(broken))
+
+    def _tiles(self, rows: int) -> int:
+        """Return the number of blocks for tiles of THREADS columns and ``rows`` rows."""
+        return grid(-(-self._sizes[0] // rows) * -(-self._sizes[1] // THREADS))
+
+
+def build(dtype: str, feedback: bool, stream: int) -> None:
+    """Compile and load all kernels without queueing any. The GPU must be current.
+
+    Raises any error of compiling or loading a kernel.
+    """
+    with only_building():
+        steps = Steps(dtype, feedback, 0, 0, 0)
+        steps.project(stream, 0, 0, 0, 0)
+        steps.project_back(stream, 0, 0, 0, 0, 0)
+        steps.restore(stream, 0, 0, 0, 0, 0, 0, False)
