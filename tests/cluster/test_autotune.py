@@ -16,6 +16,7 @@ _SUMS = """
     import bpsx, zlib, numpy as np
 
     bpsx.init()
+    bpsx.declare("x", {compression})
     total = np.zeros(1_500_000, np.float32)
     for step in range(3):
         values = np.random.default_rng([step, bpsx.rank()]).standard_normal(total.size)
@@ -25,15 +26,16 @@ _SUMS = """
 _COMMON = {"PS_KEY_LOG": "1", "BYTEPS_LOG_LEVEL": "info", "BPSX_FIXED_ORDER": "1"}
 
 
-def _run(rate: str, **env: str) -> tuple[int, int, str]:
+def _run(rate: str, compression: object = None, **env: str) -> tuple[int, int, str]:
     """Run a job whose links have this rate.
 
     Returns the sums' checksum, the largest partition's bytes and what the scheduler has logged.
     """
     names = ["scheduler", "server 0", "server 1", "worker 0", "worker 1"]
+    script = _SUMS.replace("{compression}", repr(compression))
     with (
         Network(names, rate, both=True) as network,
-        NetJob(_SUMS, network, env={**_COMMON, **env}, servers=2) as job,
+        NetJob(script, network, env={**_COMMON, **env}, servers=2) as job,
     ):
         ((first,), (second,)) = job.results()
         assert first == second
@@ -54,6 +56,16 @@ def test_slow_links_get_small_partitions_and_the_same_bits():
         same, largest, log = _run("200mbit", **given)
         assert same == bits and 0.8 * most < largest <= most
         assert "partitions have" not in log
+
+
+@needed
+def test_halves_get_small_partitions_too():
+    """What keeps state of each partition does not: a job on other links must find it again."""
+    for compression, most in (({"fp16": True}, 128), ({"compressor": "onebit"}, 4096)):
+        bits, largest, _ = _run("200mbit", compression)
+        assert 0.9 * most * _KIB < largest <= most * _KIB
+        same, largest, _ = _run("200mbit", compression, BPSX_AUTOTUNE="0")
+        assert same == bits and 0.9 * max(most, 2048) * _KIB < largest
 
 
 _DIES = """

@@ -172,7 +172,7 @@ def test_the_scheduler_cuts_each_factor_by_itself():
     assert (made.n_first, made.q_offset) == (first, 12_288)
 
 
-@pytest.mark.parametrize("pieces", [[0, 5], [5, -1], [True, 5], ["5"], [300, 300], [1, 2, 3]])
+@pytest.mark.parametrize("pieces", [[0, 5], [5, -1], [True, 5], ["5"], [300, 301], [1, 2, 3]])
 def test_pieces_that_no_worker_sends_are_refused(pieces):
     declare = {
         "type": "DECLARE",
@@ -186,5 +186,6 @@ def test_pieces_that_no_worker_sends_are_refused(pieces):
     }
     check(declare)
     check({**declare, "pieces": [100, 200]})
+    check({**declare, "pieces": [600]})  # a tensor in halves
     with pytest.raises(BadMessage, match="pieces"):
         check({**declare, "pieces": pieces})

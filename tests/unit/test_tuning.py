@@ -121,6 +121,17 @@ def test_the_largest_tensors_have_larger_partitions() -> None:
     assert {place.length for place in places} == {2 * MIB, 1}
 
 
+def test_halves_are_cut_as_what_is_not_compressed() -> None:
+    """No state belongs to their partitions, and 2 MiB on the wire would be as slow as of floats."""
+    placement = Placement([1, 1])
+    placement.wanted_bytes = LEAST
+    registry = Registry(placement, 2 * MIB)
+    for number, (pieces, most) in enumerate([([16 * MIB], LEAST), ([], 4 * MIB)]):
+        tensor, _ = registry.declare(0, f"{number}", 0, 16 * MIB, 3, [4 * MIB], "a codec", pieces)
+        assert sum(place.length for place in tensor.places) == 16 * MIB
+        assert max(place.length for place in tensor.places) == most
+
+
 @pytest.mark.parametrize("size", [LEAST, MIB, 2 * MIB])
 def test_another_scheduler_goes_on_with_the_size(size: int) -> None:
     placement = Placement([1, 1])

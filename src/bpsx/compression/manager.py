@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from bpsx.compression.spec import (
     check_dtype,
     check_fits,
     effective,
+    is_halved,
     make,
     stream,
     warm,
@@ -157,11 +159,15 @@ class Compressing:
         return effective(given, BY_CODE[dtype].name, nbytes, least, pays)
 
     def pieces(self, used: CompressionSpec | None, dtype: int, shape: tuple[int, ...]) -> list[int]:
-        """Return the bytes of the factors that servers sum in place of a tensor; else no numbers.
+        """Return the bytes of what is cut into partitions as an uncompressed tensor is.
 
-        Without servers, the tensor itself is summed.
+        These are factors, which servers sum in place of a tensor, and a tensor that is sent in
+        halves: no state belongs to its partitions. No numbers: the tensor is cut by what it is.
         """
-        return factor_bytes(used, dtype, shape) if self._near.has_servers else []
+        if used is None or not self._near.has_servers:
+            return []
+        nbytes = math.prod(shape) * BY_CODE[dtype].itemsize
+        return [nbytes] if is_halved(used) and nbytes else factor_bytes(used, dtype, shape)
 
     def with_momentum(
         self,

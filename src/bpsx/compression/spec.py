@@ -244,6 +244,11 @@ def effective(
 _HALF = CompressionSpec("half")
 
 
+def is_halved(used: CompressionSpec) -> bool:
+    """Whether a tensor with this compression is sent in halves, and nothing else is done to it."""
+    return used.compressor == _HALF.compressor
+
+
 def check_dtype(given: CompressionSpec, dtype: str, what: str) -> None:
     """Raise :class:`~bpsx.errors.ConfigError` unless elements of ``dtype`` can be compressed."""
     if dtype not in FLOATS:

@@ -66,7 +66,7 @@ _HELLO: dict[str, tuple[type[Any], int, int]] = {
     "token": (str, 0, 64),
 }
 #: Fields that may be absent. A node of another version may lack a token: it hears that its version
-#: is another. Only tensors that are exchanged as factors have pieces.
+#: is another. Only tensors in factors or halves have pieces.
 _ABSENT: dict[str, Any] = {"token": "", "pieces": []}
 #: Message type -> its fields.
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
@@ -192,7 +192,7 @@ def check(message: dict[str, Any]) -> None:
     if message["type"] == "DECLARE" and not _are_pieces(
         message.get("pieces", []), message["nbytes"]
     ):
-        raise BadMessage("DECLARE: pieces are not sizes that are less than the tensor's together")
+        raise BadMessage("DECLARE: pieces are not sizes that are at most the tensor's together")
     if message["type"] == "STATS":
         _check_stats(message["values"], message["late"])
     if message["type"] == "WAITING":
@@ -201,7 +201,7 @@ def check(message: dict[str, Any]) -> None:
 
 def _are_pieces(pieces: list[Any], nbytes: int) -> bool:
     fit = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in pieces)
-    return fit and (not pieces or sum(pieces) < nbytes)
+    return fit and (not pieces or sum(pieces) <= nbytes)
 
 
 def _check_stats(values: dict[str, Any], late: list[Any]) -> None:

@@ -71,8 +71,8 @@ class Registry:
     ) -> tuple[RegisteredTensor, list[int]]:
         """Record that worker ``rank`` declares a tensor.
 
-        ``pieces``: bytes of the factors that are summed in its place; they have the partitions of
-        uncompressed tensors, which lie one behind the other.
+        ``pieces``: bytes of the factors that are summed in its place, or of a tensor that is sent
+        in halves; they have the partitions of uncompressed tensors, one behind the other.
 
         Returns its state and the ranks to notify. If ``failure`` is set, those ranks must receive
         the failure; otherwise the one rank must receive the places.
