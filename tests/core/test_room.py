@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from core.cores import BIG, LONG, Rig, array, push_pull  # noqa: F401  (Rig is what the fixture makes)
 
 
@@ -137,26 +139,34 @@ def test_pushes_within_the_machine_wait_for_more_urgent_ones(rig):
         h.wait(60)
 
 
-def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
-    """A server may be ahead by one partition per server, in the order in which they were queued."""
-    r = rig(lanes=2, servers=2, credit=LONG, hold_done=True)
-
-    def submit(name: str, lane: int, priority: int = 0) -> object:
-        return push_pull(
-            r.core, r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority
+@pytest.mark.parametrize("later", ["less urgent", "more urgent"])
+def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig, later):
+    """It gets nothing less urgent than the second partition that waits for that one."""
+    r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False)
+    lanes = [0, 1, 0, 1, 0, 1, 1]  # from the most urgent partition to the least; 1 has room for all
+    sizes = [LONG, LONG // 8]
+    numbers = list(range(len(lanes)))
+    handles = [
+        push_pull(
+            r.core,
+            r.tensor(f"{i}", sizes[lanes[i]], lane=lanes[i]),
+            array(sizes[lanes[i]]),
+            array(sizes[lanes[i]]),
+            priority=-i if later == "more urgent" else 0,
         )
-
-    handles = [submit("holds the room", 0)]
+        for i in (reversed(numbers) if later == "more urgent" else numbers)
+    ]
+    r.core.start()
     pushes = [(0, r.pushes(1)[0])]
-    r.endpoint.hold_done = False  # the other server accepts everything at once
-    handles += [submit("first", 0), *(submit(f"{i}", 1) for i in range(5))]
-    pushes += [(1, push) for push in r.pushes(2, lane=1)]
-    assert r.lanes[1].sent(0.05) is None
-    handles.append(submit("urgent", 1, priority=1))
-    pushes.append((1, r.pushes(1, lane=1)[0]))
-    assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
-    r.endpoint.complete()
-    pushes += [(0, r.pushes(1)[0]), *((1, push) for push in r.pushes(3, lane=1))]
+    for n in (2, 2, 0):
+        pushes += [(1, push) for push in r.pushes(n, lane=1)]
+        assert r.lanes[1].sent(0.05) is None
+        r.endpoint.complete()
+        pushes += [(0, push) for push in r.pushes(1 if n else 0)]
+    if later == "more urgent":
+        for lane in (0, 1):
+            found = [push.priority for at, push in pushes if at == lane]
+            assert found == [-i for i in numbers if lanes[i] == lane]
     for lane, push in pushes:
         r.answer(push, bytes(push.length), lane)
     for h in handles:

@@ -34,16 +34,12 @@ cdef inline bint allocate_lanes(Core *c, uint32_t least) noexcept nogil:
 cdef inline void count_living(Core *c) noexcept nogil:
     """List the lanes that are not lost."""
     cdef uint32_t i
-    cdef Server *latest = NULL
-    c.lanes.n_living = c.lanes.living_servers = 0
+    c.lanes.n_living = 0
     for i in range(c.lanes.n):
         if c.lanes.at[i].lost:
             continue
         c.lanes.living[c.lanes.n_living] = i
         c.lanes.n_living += 1
-        # The lanes of a server follow each other.
-        c.lanes.living_servers += c.lanes.at[i].server != latest
-        latest = c.lanes.at[i].server
 
 
 cdef inline bint add_lanes(Core *c, uint32_t n, bint beside) noexcept nogil:

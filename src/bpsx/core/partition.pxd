@@ -161,7 +161,6 @@ cdef struct Partition:
     uint64_t length             # bytes
     int32_t priority            # of the current task
     uint64_t order              # age: among equal priorities the smaller order goes first
-    int64_t position            # bytes queued for servers before this partition
     uint32_t lane               # endpoint's peer number of the lane that sums it
     uint32_t slot               # the lane's index of the key
     uint32_t index              # this worker's index of the partition; see cookie_of

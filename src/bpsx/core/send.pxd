@@ -23,7 +23,9 @@ from bpsx.core.wire cimport (
     padded,
 )
 from bpsx.core.codec.state cimport most_bytes, server_state_bytes
-from bpsx.core.partition cimport PUSH, Lane, Partition, Server, Task, cookie_of, wire_of
+from bpsx.core.partition cimport (
+    PUSH, Heap, Lane, Partition, Server, Task, cookie_of, wire_of,
+)
 from bpsx.core.keep cimport acks_size, put_acks
 from bpsx.core.logs cimport confirm, divisor_of
 from bpsx.core.queue cimport before, heap_pop
@@ -50,6 +52,7 @@ cdef struct InFlight:
 cdef enum:
     MIB = 1 << 20
     MEASURABLE = 1 << 18        # fewer bytes in flight are too few to measure the pace
+    MOST_VISITS = 16            # partitions of a queue that are looked at
 
 
 cdef inline void update_pace(InFlight *f) noexcept nogil:
@@ -338,17 +341,47 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         advance(c, picked[i])
 
 
+cdef inline int64_t more_urgent(
+    const Heap *q, uint32_t at, const Partition *p, int *visits
+) noexcept nogil:
+    """Bytes of the partitions from `at` down in a queue that are more urgent than `p`.
+
+    Those of some are enough to know that they are many.
+    """
+    if at >= q.size or not before(q.items[at], p) or visits[0] > MOST_VISITS:
+        return 0
+    visits[0] += 1
+    return (
+        <int64_t>q.items[at].length
+        + more_urgent(q, 2 * at + 1, p, visits)
+        + more_urgent(q, 2 * at + 2, p, visits)
+    )
+
+
 cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcept nogil:
-    """Whether a partition must wait until the most urgent one has room: more bytes lie between
-    them than one partition for each server.
+    """Whether a partition must wait until the most urgent one has room: behind that, its server
+    has others to get that are more urgent than `p`.
 
     With unequal shares, a server with a small share would otherwise get all of it early, and then
     only the links of the other servers would be in use.
     """
-    return (
-        leaving != NULL
-        and p.position - leaving.position > c.lanes.living_servers * c.queued.longest
-    )
+    cdef Server *server
+    cdef Lane *lane
+    cdef uint32_t i
+    cdef int64_t found = 0
+    cdef int visits = 0
+    if leaving == NULL or p == leaving:
+        return False
+    server = c.lanes.at[leaving.lane].server
+    if c.lanes.at[p.lane].server == server:
+        return False
+    for i in range(c.lanes.n_living):
+        lane = &c.lanes.at[c.lanes.living[i]]
+        if lane.server == server:
+            found += more_urgent(&lane.queue, 0, p, &visits)
+            if 2 * (found - <int64_t>leaving.length) > c.queued.longest or visits > MOST_VISITS:
+                return True
+    return False
 
 
 cdef inline int next_lane(Core *c) noexcept nogil:

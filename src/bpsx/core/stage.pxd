@@ -72,9 +72,8 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     move_partition(p, stage)
     if stage == PUSH:
         p.priority = p.tensor.current.priority
-        p.order, p.position = c.queued.next_order, c.queued.bytes
+        p.order = c.queued.next_order
         c.queued.next_order += 1
-        c.queued.bytes += p.length
         c.queued.longest = max(c.queued.longest, <int64_t>p.length)
         if heap_push(&c.lanes.at[p.lane].queue, p) != 0:
             fail_core(c, E_MEMORY)

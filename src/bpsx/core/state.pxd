@@ -142,7 +142,6 @@ cdef struct Lanes:
     uint32_t n_ready            # lanes that have sent the right proof
     uint32_t *living            # numbers of the lanes that are not lost, in order
     uint32_t n_living
-    uint32_t living_servers
     # lanes that joined the running job, were sent a PING, and are neither ready nor lost
     uint32_t greeted
 
@@ -167,7 +166,6 @@ cdef struct Moving:             # partitions that lanes take over, from lost one
 
 cdef struct Queued:
     uint64_t next_order         # for Partition.order
-    int64_t bytes               # bytes queued for servers so far
     int64_t longest             # bytes of the longest partition
 
 cdef struct Core:
