@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from bpsx.config import OPTIONS, Config
-from bpsx.launch import checks, doctor
+from bpsx.launch import checks, doctor, trial
 from bpsx.launch.checks import Report
 from bpsx.scheduler.hub import Hub
 
@@ -216,7 +216,7 @@ def test_a_package_that_is_not_there_and_one_without_version() -> None:
 )
 def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None:
     report = Report()
-    doctor._judge(report, status, out, err)
+    doctor._judge(report, trial.Ended(status, out, err))
     assert said in " ".join(report.problems)
     assert bool(report.problems) == bool(said)
     assert ("no problems" in doctor.text(report)) == (not said)

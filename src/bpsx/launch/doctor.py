@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from bpsx.config import child_environment
-from bpsx.launch import checks
+from bpsx.launch import checks, trial
 from bpsx.launch.checks import Report
 
 _TRY_SECONDS = 120.0
-_TOLD = 10
-#: Variables that apply to the trial, too: they say where files are kept. The trial drops all other
-#: variables of the job.
-_KEPT = ("BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH")
-_OURS = ("DMLC_", "BYTEPS_", "BPSX_", "PS_")
-
-
-def _trial_environment() -> dict[str, str]:
-    kept = {k: v for k, v in child_environment().items() if not k.startswith(_OURS) or k in _KEPT}
-    return {**kept, "BPSX_RENDEZVOUS_TIMEOUT": "60", "PYTHONUNBUFFERED": "1"}
 
 
 def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
@@ -33,53 +18,33 @@ def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
 
     With a single worker, the server would have nothing to sum.
     """
-    python = [sys.executable, "-P", "-m"]
-    job = ["--local", "--workers", "2", "--servers", "1", "--processes", "1", "--grace", "2"]
-    command = [*python, "bpsx.launch", *job, "--", *python, "bpsx.launch.selftest"]
-    with subprocess.Popen(
-        command,
-        env=_trial_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as trial:
-        try:
-            out, err = trial.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            trial.send_signal(signal.SIGTERM)
-            report.add("push_pull to itself", "result", f"no result within {seconds:g} s")
-            report.problems.append(
-                f"a push_pull on this machine did not end within {seconds:g} s: check whether a"
-                " firewall blocks loopback"
-            )
-            return
-        except BaseException:
-            trial.send_signal(signal.SIGTERM)
-            raise
-    _judge(report, trial.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+    job = ["--local", "--workers", "2", "--servers", "1", "--processes", "1"]
+    ended = trial.run(job, ["bpsx.launch.selftest"], trial.environment(), seconds)
+    if ended.status is None:
+        report.add("push_pull to itself", "result", f"no result within {seconds:g} s")
+        report.problems.append(
+            f"a push_pull on this machine did not end within {seconds:g} s: check whether a"
+            " firewall blocks loopback"
+        )
+        return
+    _judge(report, ended)
 
 
-def _judge(report: Report, status: int, out: str, err: str) -> None:
-    result: dict[str, Any] = {}
-    for line in out.splitlines():
-        if line.startswith("[worker 0] {"):
-            result = json.loads(line.removeprefix("[worker 0] "))
+def _judge(report: Report, ended: trial.Ended) -> None:
+    result = ended.answer
     for name, value in result.items():
         report.add("push_pull to itself", name.replace("_", " "), value)
-    if status or not result.get("right"):
+    if ended.status or not result.get("right"):
         report.add(
             "push_pull to itself",
             "result",
-            "wrong sums" if result and not result["right"] else f"failed with status {status}",
+            "wrong sums"
+            if result and not result["right"]
+            else f"failed with status {ended.status}",
         )
-        lines = err.splitlines()
-        # Quote the last lines of tracebacks, which name the error; without any, the end of the
-        # output.
-        telling = [
-            line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)
-        ] or lines[-_TOLD:]
-        said = "; ".join(dict.fromkeys(telling[:_TOLD])) or "it printed nothing"
-        report.problems.append(f"a push_pull on this machine failed (status {status}): {said}")
+        report.problems.append(
+            f"a push_pull on this machine failed (status {ended.status}): {ended.telling}"
+        )
     else:
         report.add("push_pull to itself", "result", "the sums are right")
 
