@@ -7,7 +7,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -239,50 +239,57 @@ def main(arguments: Sequence[str]) -> int:
         return _record(observer, math.ceil(options.seconds))
 
 
-def _record(observer: Observer, seconds: int) -> int:
-    """Make the job's processes record, and wait until they have written their timelines."""
+def timelines(
+    observer: Observer, seconds: int
+) -> Iterator[tuple[tuple[str, int], dict[str, Any] | None]]:
+    """Make the job's processes record; yields each (role, rank) with what it has written.
+
+    Those that have written nothing in time come last, with None. Ctrl-C ends the recording early.
+
+    Raises :class:`~bpsx.errors.RendezvousError` if there is nothing to record, or the job ends.
+    """
     view = observer.ask(trace=seconds)
     if view["state"] != "running":
         raise RendezvousError(
             f"the job at {observer.where} is {view['state']}: there is nothing to record"
         )
     before = view["traced_count"]
-    asked = {(n["role"], n["rank"]) for n in view["nodes"] if n["state"] == "running"}
-    print(f"recording {len(asked)} processes for {seconds} s", file=sys.stderr)
+    missing = {(n["role"], n["rank"]) for n in view["nodes"] if n["state"] == "running"}
+    print(f"recording {len(missing)} processes for {seconds} s", file=sys.stderr)
     end = time.monotonic() + seconds + WRITTEN
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:
         observer.ask(trace=-1)
-    reported: set[tuple[str, int]] = set()
-    failed = False
-    while reported < asked and time.monotonic() < end:
+    while missing and time.monotonic() < end:
         try:
             traced = observer.ask()["traced"]
         except RendezvousError as e:
-            print(
-                f"bpsx-run trace: the job ended ({e}); its timelines are in BYTEPS_TRACE_DIR",
-                file=sys.stderr,
-            )
-            return 1
+            raise RendezvousError(
+                f"the job ended ({e}); its timelines are in BYTEPS_TRACE_DIR"
+            ) from e
         for item in traced:
             who = (item["role"], item["rank"])
-            if item["number"] >= before and who not in reported:
-                reported.add(who)
-                failed = failed or not item["path"]
-                print(
-                    f"{who[0]} {who[1]} ({item['host']}): "
-                    + (
-                        f"{item['records']} events in {item['path']}"
-                        if item["path"]
-                        else (
-                            "is already recording: bpsx.trace_start() or another bpsx-run trace"
-                            " started that"
-                        )
-                    ),
-                    flush=True,
-                )
+            if item["number"] >= before and who in missing:
+                missing.remove(who)
+                yield who, item
         time.sleep(0.5)
-    for role, rank in sorted(asked - reported):
-        print(f"bpsx-run trace: {role} {rank} has not written its timeline", file=sys.stderr)
-    return 1 if failed or asked - reported else 0
+    for who in sorted(missing):
+        yield who, None
+
+
+#: Why a process has recorded nothing.
+RECORDS_ALREADY = "is already recording: bpsx.trace_start() or another bpsx-run trace started that"
+
+
+def _record(observer: Observer, seconds: int) -> int:
+    """Make the job's processes record, and print what each has written."""
+    failed = False
+    for (role, rank), item in timelines(observer, seconds):
+        failed = failed or item is None or not item["path"]
+        if item is None:
+            print(f"bpsx-run trace: {role} {rank} has not written its timeline", file=sys.stderr)
+            continue
+        written = f"{item['records']} events in {item['path']}" if item["path"] else RECORDS_ALREADY
+        print(f"{role} {rank} ({item['host']}): {written}", flush=True)
+    return int(failed)

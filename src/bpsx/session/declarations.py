@@ -21,6 +21,7 @@ from bpsx.compression.spec import CompressionSpec, parse
 from bpsx.core._handle import Handle
 from bpsx.core._tensor import Declaration
 from bpsx.core.declared_state import DeclaredEvent, DeclaredState
+from bpsx.dtypes import BY_CODE
 from bpsx.errors import Status
 from bpsx.scheduler.client import Link
 from bpsx.scheduler.messages import MOST_ITEMS
@@ -151,7 +152,13 @@ class Declarations:
                 (key, lane, slot, offset, length)
                 for (key, lane, slot, length), offset in zip(places, offsets)
             ]
-            self.reporter.name(name, (place[0] for place in places))
+            self.reporter.name(
+                name,
+                (place[0] for place in places),
+                shape=declared.shape,
+                dtype=BY_CODE[declared.dtype].name,
+                compression=declared.codec.text() if declared.codec is not None else "",
+            )
             on = declared.pending[0].gpu if declared.pending else None
             tensor = self.compressing.tensor(
                 name, declared.dtype, parts, generation, declared.codec, declared.shape, on

@@ -144,6 +144,8 @@ class Reporter:
             for _ in range(writers)
         ]
         self.names: dict[int, str] = {}  # key -> tensor
+        # Tensor -> what readers of the timeline may want to know of it.
+        self._tensors: dict[str, dict[str, Any]] = {}
         self._clock = Clock()
         self._lock = threading.RLock()
         self._window = _Recording(timeline.WINDOW, self._path) if config.trace_on else None
@@ -174,9 +176,13 @@ class Reporter:
             # Not at the first tick, as the job may be over by then.
             self._ask_burst(time.monotonic())
 
-    def name(self, tensor: str, keys: Iterable[int]) -> None:
-        """Register ``keys`` as partitions of ``tensor``."""
+    def name(self, tensor: str, keys: Iterable[int], **about: Any) -> None:
+        """Register ``keys`` as partitions of ``tensor``.
+
+        ``about``: what the timeline says of the tensor; values that JSON has.
+        """
         keys = list(keys)
+        self._tensors[tensor] = about
         self.names.update(dict.fromkeys(keys, tensor))
         log.debug(
             "tensor %r has the keys %s",
@@ -416,6 +422,7 @@ class Reporter:
             "clock": "scheduler" if aligned else "own",
             "clock_error_us": self._clock.error_ns / 1000,
             "dropped": sum(w.lost for w in self.watchers),
+            "tensors": dict(self._tensors),
         }
         path = recording.path
         try:
