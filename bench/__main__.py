@@ -60,6 +60,7 @@ BENCHES = {
         "100 MB between 4 machines and 0 to 4 spare ones on slow links; against gloo's ring and"
         " against the optimum"
     ),
+    "advise": "step times that bpsx-run advise predicts; against steps on slow links",
     "far": "rate between machines that are far apart, by default; against larger send buffers",
     "install": "seconds of each step of make demo in a fresh copy; size of its environment",
     "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",

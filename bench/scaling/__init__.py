@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     if reason := network.why_not():
         raise BenchError(f"links cannot be slowed down here: {reason}")
     plan = Plan(
-        options.rate, options.transport, options.congestion or _steady(), 1 if options.quick else 5
+        options.rate, options.transport, options.congestion or steady(), 1 if options.quick else 5
     )
     found = {spare: _measure(spare, per_second, plan) for spare in spares}
     return [case for spare, division in found.items() for case in _cases(spare, division, plan)]
@@ -142,7 +142,8 @@ def _spare(text: str) -> int:
     return int(text)
 
 
-def _steady() -> str:
+def steady() -> str:
+    """Return the congestion control to use: the host's, unless that is BBR."""
     own = network.congestion()
     return _RATHER_THAN_BBR if own == "bbr" and _RATHER_THAN_BBR in network.congestions() else own
 

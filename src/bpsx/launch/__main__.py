@@ -16,6 +16,7 @@ from bpsx.launch.spawn import runnable
 #: First words that are subcommands, not a user's command: the module's ``main(arguments) ->
 #: status`` takes over.
 SUBCOMMANDS = {
+    "advise": "bpsx.launch.advise",
     "doctor": "bpsx.launch.doctor",
     "top": "bpsx.launch.top",
     "trace": "bpsx.launch.job_view",

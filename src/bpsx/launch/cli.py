@@ -16,7 +16,7 @@ _USAGE = """\
        %(prog)s --local [--workers N] [--servers M] [--processes K] [--port P]
               [--grace S] [--max-restarts R] COMMAND...
        %(prog)s --hostfile FILE [--scheduler-ip A] [--env K=V]... [ssh options] COMMAND...
-       %(prog)s doctor [--json] | top [--help] | trace [--help]"""
+       %(prog)s doctor [--json] | top [--help] | trace [--help] | advise [--help]"""
 _DESCRIPTION = """\
 Start one machine's part of a job. With --local, start a whole job on this machine. With --hostfile,
 start a job on several machines over ssh.
@@ -29,7 +29,8 @@ _EPILOG = """\
 COMMAND starts at the first word that is not an option, or after --. No shell interprets it.
 
 Subcommands: top shows a running job, trace records a timeline of it, doctor checks this machine and
-tries a push_pull. To run a COMMAND of such a name, write it after --.
+tries a push_pull, advise predicts the step time of each way of sending gradients. To run a COMMAND
+of such a name, write it after --.
 
 Several processes on a worker machine: bpsx-run starts one per entry of NVIDIA_VISIBLE_DEVICES (all:
 one per GPU), else BYTEPS_LOCAL_SIZE. Each gets BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE. If
@@ -175,14 +176,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``arguments`` into bpsx-run's options and the command.
+def split(
+    arguments: Sequence[str], more: argparse.ArgumentParser | None = None
+) -> tuple[list[str], list[str]]:
+    """Split ``arguments`` into bpsx-run's options, and those of ``more``, and the command.
 
     argparse would take a ``--`` that belongs to the command as its own.
     """
     valued = {
         word
-        for action in parser()._actions
+        for action in [*parser()._actions, *(more._actions if more is not None else ())]
         if action.nargs is None
         for word in action.option_strings
     }
