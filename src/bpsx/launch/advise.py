@@ -36,6 +36,7 @@ from bpsx.launch.spawn import runnable
 from bpsx.planning.link_rate import partition_size
 from bpsx.planning.partitioner import most_bytes
 from bpsx.planning.step_model import Cluster, Costs, Gradient, fitted_link, step_seconds
+from bpsx.system.threads import NamedThread
 
 #: Steps of a command before the recorded ones.
 _WARM = 4
@@ -216,18 +217,44 @@ def record(command: Sequence[str], steps: int) -> Profile:
             [*words, "--processes", "1", "--", *command],
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         ) as job:
+            output = _Output(job)
             try:
                 path = _await_timeline(Path(folder), job)
             finally:
+                if job.poll() is None:
+                    _tell("ends the command")
+                    output.wanted = False  # complaints about that end
                 _end(job)
+                output.join()
         if path is None:
             raise ConfigError(
                 f"the command ended with status {job.returncode}, after fewer than"
                 f" {_WARM + 1} steps in which it exchanged gradients with bpsx"
             )
         return advise_profile.read(path)
+
+
+class _Output:
+    """Hands a job's output on to standard error, as long as it is :attr:`wanted`."""
+
+    def __init__(self, job: subprocess.Popen[bytes]) -> None:
+        self.wanted, self._job = True, job
+        self._thread = NamedThread(target=self._hand_on, name="bpsx-output", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the output."""
+        self._thread.join()
+
+    def _hand_on(self) -> None:
+        assert self._job.stdout is not None
+        for line in self._job.stdout:
+            if self.wanted:
+                sys.stderr.write(line.decode(errors="replace"))
+                sys.stderr.flush()
 
 
 def _await_timeline(folder: Path, job: subprocess.Popen[bytes]) -> Path | None:
@@ -242,7 +269,6 @@ def _await_timeline(folder: Path, job: subprocess.Popen[bytes]) -> Path | None:
 def _end(job: subprocess.Popen[bytes]) -> None:
     """End the command; bpsx-run ends all of its processes."""
     if job.poll() is None:
-        _tell("ends the command")
         job.send_signal(signal.SIGTERM)
         try:
             job.wait(_GRACE)

@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from bpsx.config import Config
 from bpsx.launch.advise_methods import METHODS
 from bpsx.launch.job_view import Observer
 
-#: A square matrix of float32.
-_SIDE = 2048
-_BYTES = 4 * _SIDE * _SIDE
+#: Matrices of float32 that are under way together.
+_SHAPE, _COUNT = (2048, 1024), 4
+_BYTES = _COUNT * 4 * _SHAPE[0] * _SHAPE[1]
 #: Rounds before the measured ones, batches of these, and seconds and rounds of a batch.
 _WARM, _BATCHES, _SECONDS, _FEWEST, _MOST = 2, 3, 0.1, 2, 20
 #: Seconds of the push_pulls that measure a link, and bytes of the first and the largest.
@@ -44,7 +44,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _matrix(on_gpu: bool, rng: np.random.Generator) -> Any:
-    host = rng.standard_normal((_SIDE, _SIDE), np.float32)
+    host = rng.standard_normal(_SHAPE, np.float32)
     if not on_gpu:
         return host
     try:
@@ -60,12 +60,15 @@ def _costs(servers: Sequence[int], on_gpu: bool) -> dict[str, Any]:
     """Measure all methods. ``servers``: process ids; only worker 0 knows them."""
     found = {}
     for name, given in METHODS.items():
-        if given is not None:
-            bpsx.declare(f"advise.{name}", compression=given)
-        tensor = _matrix(on_gpu, np.random.default_rng(bpsx.rank()))
+        rng = np.random.default_rng(bpsx.rank())
+        tensors = {f"advise.{name}.{i}": _matrix(on_gpu, rng) for i in range(_COUNT)}
+        for one in tensors if given is not None else ():
+            bpsx.declare(one, compression=given)
 
-        def once(tensor: Any = tensor, name: str = name) -> None:
-            bpsx.push_pull(tensor, name=f"advise.{name}")
+        def once(tensors: Mapping[str, Any] = tensors) -> None:
+            handles = [bpsx.push_pull_async(tensor, name=one) for one, tensor in tensors.items()]
+            for handle in handles:
+                bpsx.synchronize(handle)
 
         for _ in range(_WARM):
             once()
