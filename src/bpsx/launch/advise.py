@@ -383,25 +383,19 @@ def as_json(advice: Advice, ready: float) -> str:
 # ---- command line
 
 
+def _positive(given: str, what: str = "a number") -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{given!r}: expected {what} above 0")
+    return value
+
+
 def _rate(given: str) -> float:
     """Parse Gbit/s; returns bytes per second."""
-    try:
-        value = float(given)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{given!r}: expected a number of Gbit/s above 0")
-    return value * _GBIT
-
-
-def _positive(given: str) -> float:
-    try:
-        value = float(given)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{given!r}: expected a number above 0")
-    return value
+    return _positive(given, "a number of Gbit/s") * _GBIT
 
 
 def _numbers(given: str) -> list[int]:
