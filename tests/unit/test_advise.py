@@ -64,7 +64,7 @@ def test_a_profile_tells_gpus_and_compression():
 
 
 def test_what_is_pushed_only_now_and_then_is_no_gradient():
-    odd = [total("metric", 75_000, 76_000)]
+    odd = [total("metric", 285_000, 286_000)]
     assert {g.name for g in advise_profile.profile(steps(8) + odd, {}).gradients} == {"a", "b"}
 
 
@@ -99,6 +99,13 @@ def nodes(workers: list[str], servers: list[str]) -> list[dict[str, str]]:
 def test_machines_are_counted_by_their_hosts(workers, servers, expected):
     gone = [{"role": "server", "host": "z", "state": "lost"}]
     assert layout(nodes(workers, servers) + gone) == expected
+
+
+def test_servers_on_some_worker_machines_only_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"others not \(b, c\): predictions need a server on each"
+    ):
+        layout(nodes(["a", "b", "c"], ["a"]))
 
 
 def rows(**seconds: float) -> list[Row]:
@@ -187,7 +194,7 @@ def test_the_output_names_what_was_found_and_what_to_use():
         ("--workers 4 --link 1 --hostfile f python x", "either --link and --workers, or"),
         ("--link 0 --workers 2 python x", "'0': expected a number of Gbit/s above 0"),
         ("--link ten --workers 2 python x", "'ten': expected a number of Gbit/s above 0"),
-        ("--workers 1 --link 1 python x", "'1': expected 2..65535"),
+        ("--workers 1 --link 1 python x", "'1': expected 2..512"),
         ("--cores 0", "'0': expected a number above 0"),
         ("--spare 1,x", "'1,x': expected whole numbers, with commas between"),
         ("--hostfile f", "--hostfile needs COMMAND"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from bpsx.compression.spec import CompressionSpec
 from bpsx.config import PARTITION_BYTES, Config
 from bpsx.config.fingerprint import fingerprint
 from bpsx.planning.link_rate import LEAST, PROBE
@@ -139,13 +141,15 @@ def test_another_scheduler_goes_on_with_the_size(size: int) -> None:
     registry = Registry(placement, 2 * MIB)
     tensors: dict[tuple[str, int], RegisteredTensor] = {}
 
-    def declare(name: str, nbytes: int, codec: str = "") -> None:
-        tensors[name, 0], _ = registry.declare(0, name, 0, nbytes, 0, [nbytes], codec)
+    def declare(name: str, nbytes: int, codec: str = "", pieces: Sequence[int] = ()) -> None:
+        tensors[name, 0], _ = registry.declare(0, name, 0, nbytes, 0, [nbytes], codec, pieces)
 
     declare(PROBE + "large", 8 * MIB)
     assert restored_size(tensors) == PARTITION_BYTES  # nothing says otherwise
     placement.wanted_bytes = size
     declare("compressed", 16 * MIB, "onebit")
-    declare("a", 9 * MIB)
     declare("b", 100)
+    declare("in halves", 9 * MIB, CompressionSpec("half").text(), [9 * MIB])
+    assert restored_size(tensors) == size
+    declare("a", 9 * MIB)
     assert restored_size(tensors) == size

@@ -278,6 +278,9 @@ class Compressing:
         tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made, on_gpu)
         if gpu is not None:
             self._code_on(gpu, tensor, given, dtype, made)
+        if is_halved(given):  # it has no state
+            self._kept.pop(name, None)  # of a version that saved the rounds' numbers
+            return tensor
         lengths = [length for *_, length in parts]
         self._meanings[tensor] = {
             "dtype": BY_CODE[dtype].name,

@@ -246,7 +246,7 @@ _HALF = CompressionSpec("half")
 
 def is_halved(used: CompressionSpec) -> bool:
     """Whether a tensor with this compression is sent in halves, and nothing else is done to it."""
-    return used.compressor == _HALF.compressor
+    return used == _HALF
 
 
 def check_dtype(given: CompressionSpec, dtype: str, what: str) -> None:

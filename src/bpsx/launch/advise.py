@@ -42,12 +42,18 @@ from bpsx.system.threads import NamedThread
 _WARM = 4
 #: Seconds for a job that measures, and for a command that is told to end.
 _PATIENCE, _GRACE = 180.0, 10.0
+#: Variables that say which job a process belongs to.
+_IDENTITY = ("DMLC_", "BYTEPS_LOCAL_", "BPSX_SECRET")
 #: Workers of the two jobs that measure costs. Their difference is what one more worker costs.
 _FEW, _MORE = 2, 3
 #: A method has to be this much faster than one that changes gradients less.
 _NOTABLE = 0.05
 #: With so many cores, the processes of a job that measures do not wait for each other's work.
 _MANY_CORES = 8
+#: Round-trip time in ms where none is known.
+_NEAR_MS = 0.1
+#: Worker machines at most: the simulation of more would take minutes.
+_MOST_WORKERS = 512
 #: Bytes per second of 1 Gbit/s that are left for data: Ethernet, IP and TCP have headers in each
 #: packet of 1,500 bytes.
 _GBIT = 1e9 / 8 * 1448 / 1514
@@ -93,6 +99,12 @@ def layout(nodes: Iterable[Mapping[str, Any]]) -> Layout | None:
     if len(hosts["worker"] | hosts["server"]) < 2:
         return None
     spare = len(hosts["server"] - hosts["worker"])
+    both, lacking = hosts["server"] & hosts["worker"], sorted(hosts["worker"] - hosts["server"])
+    if both and lacking:
+        raise ConfigError(
+            f"some worker machines have servers and others not ({', '.join(lacking[:3])}):"
+            " predictions need a server on each of them, or on none"
+        )
     return Layout(len(hosts["worker"]), spare, bool(hosts["server"] & hosts["worker"]))
 
 
@@ -205,17 +217,21 @@ def record(command: Sequence[str], steps: int) -> Profile:
     """
     _tell(f"runs the command alone, for {_WARM} steps and {steps} more")
     with tempfile.TemporaryDirectory(prefix="bpsx-advise-") as folder:
-        env = trial.environment(
-            BYTEPS_FORCE_DISTRIBUTED="1",
-            BYTEPS_TRACE_ON="1",
-            BYTEPS_TRACE_START_STEP=str(_WARM + 1),
-            BYTEPS_TRACE_END_STEP=str(_WARM + steps),
-            BYTEPS_TRACE_DIR=folder,
-        )
+        # Of a job's variables, only its identity would be wrong.
+        kept = {k: v for k, v in child_environment().items() if not k.startswith(_IDENTITY)}
+        kept |= {
+            "BPSX_TERM_GRACE": str(_GRACE / 2),
+            "BYTEPS_FORCE_DISTRIBUTED": "1",
+            "BYTEPS_TRACE_ON": "1",
+            "BYTEPS_TRACE_START_STEP": str(_WARM + 1),
+            "BYTEPS_TRACE_END_STEP": str(_WARM + steps),
+            "BYTEPS_TRACE_DIR": folder,
+            "PYTHONUNBUFFERED": "1",
+        }
         words = [*trial.own_python(), "bpsx.launch", "--local", "--workers", "1", "--servers", "1"]
         with subprocess.Popen(
             [*words, "--processes", "1", "--", *command],
-            env=env,
+            env=kept,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -425,16 +441,17 @@ def parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
-    made.add_argument("--workers", type=whole(2, 65535), metavar="N", help="worker machines")
+    made.add_argument(
+        "--workers", type=whole(2, _MOST_WORKERS), metavar="N", help="worker machines"
+    )
     made.add_argument(
         "--link", type=_rate, metavar="GBIT", help="rate of each machine's link, in Gbit/s"
     )
     made.add_argument(
         "--round-trip",
         type=_positive,
-        default=0.1,
         metavar="MS",
-        help="round-trip time between machines, in ms (default: %(default)s)",
+        help="round-trip time between machines, in ms (default: measured, or 0.1)",
     )
     made.add_argument(
         "--hostfile", "-H", metavar="FILE", help="measure the links between the hosts of this file"
@@ -529,12 +546,20 @@ def _find_link(
     if facts.link is not None:
         whole_ = [Gradient("link", facts.link.nbytes, 0.0)]
         alone = model._replace(gradients=whole_)
-        cluster = cluster._replace(round_trip=facts.link.trip / 2)
+        if options.round_trip is None:
+            cluster = cluster._replace(round_trip=facts.link.trip)
         rate = fitted_link(
             facts.link.seconds, lambda r: alone.seconds(PLAIN, cluster._replace(link=r))
         )
         what = f"from a push_pull of {facts.link.nbytes / 1e6:,.0f} MB"
     else:
+        said = model.wire(facts.now)
+        if not 0.8 < said / max(facts.profile.sent, 1) < 1.25:
+            raise ConfigError(
+                f"the job sends {facts.profile.sent / 1e6:,.1f} MB a step, and {facts.now} as"
+                f" advise knows it would send {said / 1e6:,.1f} MB, so its steps do not show the"
+                " links: give the links' rate with --link"
+            )
         rate = fitted_link(
             facts.profile.seconds, lambda r: model.seconds(facts.now, cluster._replace(link=r))
         )
@@ -581,7 +606,9 @@ def _run(options: argparse.Namespace, more: Sequence[str], command: Sequence[str
         facts.profile.gradients, measured, config.min_compress_bytes, config.partition_bytes
     )
     workers, spare, together = facts.layout
-    cluster = Cluster(workers, spare, _GBIT, options.round_trip / 1e3, cores, together)
+    cluster = Cluster(
+        workers, spare, _GBIT, (options.round_trip or _NEAR_MS) / 1e3, cores, together
+    )
     cluster, link_from = _find_link(options, facts, cluster, model)
     if options.workers is not None:  # others than those of the job that has been measured
         cluster = cluster._replace(workers=options.workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,8 +74,12 @@ def profile(
     steps = _steps([_pushed(e) for e in events if e.get("tid") == "total"])
     # The first step may lack what was pushed before the recording, and the last one its end.
     whole = [steps[i - 1 : i + 1] for i in range(1, len(steps) - 1)]
-    largest = max((len(now) for _, now in whole), default=0)
-    whole = [pair for pair in whole if len(pair[1]) == largest]
+    usual = {
+        name
+        for name, times in Counter(p.name for _, now in whole for p in now).items()
+        if 2 * times > len(whole)  # others do not belong to every step
+    }
+    whole = [pair for pair in whole if usual <= {p.name for p in pair[1]}]
     if len(whole) < FEWEST:
         raise ConfigError(_TOO_FEW)
     begins = [max(p.end for p in before) for before, _ in whole]
@@ -85,24 +90,26 @@ def profile(
             "gradients of a step are pushed before those of the step before it have been summed"
             " (CrossBarrier, or several optimizers): such steps cannot be predicted"
         )
-    names = {p.name for _, now in whole for p in now}
     gradients = []
-    for name in sorted(names):
+    for name in sorted(usual):
         found = [
             (p.nbytes, max(0.0, p.begin - begin))
             for (_, now), begin in zip(whole, begins)
             for p in now
             if p.name == name
         ]
-        if 2 * len(found) > len(whole):  # otherwise it does not belong to every step
-            ready = statistics.median(ready for _, ready in found)
-            shape = tuple(tensors.get(name, {}).get("shape", ()))
-            gradients.append(Gradient(name, max(n for n, _ in found), ready, shape))
-    kinds = [str(t.get("compression") or "") for name, t in tensors.items() if name in names]
+        ready = statistics.median(ready for _, ready in found)
+        shape = tuple(tensors.get(name, {}).get("shape", ()))
+        gradients.append(Gradient(name, max(n for n, _ in found), ready, shape))
+    # The compression of the largest tensor that has one: small ones may travel in halves instead.
+    kinds = [
+        str(tensors.get(g.name, {}).get("compression") or "")
+        for g in sorted(gradients, key=lambda g: -g.nbytes)
+    ]
     return Profile(
         sorted(gradients, key=lambda g: g.ready),
         statistics.median(end - begin for end, begin in zip(ends, begins)),
-        _sent(events, len(steps)),
+        _sent(events, steps[1:-1]),
         any(e["name"].endswith(".COPYD2H") for e in events),
         next((kind for kind in kinds if kind), ""),
         len(whole),
@@ -132,6 +139,8 @@ def _steps(pushed: Sequence[_Pushed]) -> list[list[_Pushed]]:
     return found
 
 
-def _sent(events: Iterable[Mapping[str, Any]], steps: int) -> int:
-    """Return the bytes that a worker has pushed, per step."""
-    return int(sum(e["args"]["bytes"] for e in events if e["name"].endswith(".PUSH")) // steps)
+def _sent(events: Iterable[Mapping[str, Any]], steps: Sequence[Sequence[_Pushed]]) -> int:
+    """Return the bytes that a worker has pushed in these steps, per step."""
+    begin, end = min(p.begin for p in steps[0]), max(p.end for p in steps[-1])
+    pushes = [e for e in events if e["name"].endswith(".PUSH") and begin <= e["ts"] / 1e6 <= end]
+    return int(sum(e["args"]["bytes"] for e in pushes) // len(steps))

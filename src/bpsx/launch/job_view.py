@@ -240,11 +240,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def timelines(
-    observer: Observer, seconds: int
+    observer: Observer, seconds: int, ends_early: bool = False
 ) -> Iterator[tuple[tuple[str, int], dict[str, Any] | None]]:
     """Make the job's processes record; yields each (role, rank) with what it has written.
 
-    Those that have written nothing in time come last, with None. Ctrl-C ends the recording early.
+    Those that have written nothing in time come last, with None. Ctrl-C ends the recording; with
+    ``ends_early`` it is then used as it is.
 
     Raises :class:`~bpsx.errors.RendezvousError` if there is nothing to record, or the job ends.
     """
@@ -261,6 +262,8 @@ def timelines(
         time.sleep(seconds)
     except KeyboardInterrupt:
         observer.ask(trace=-1)
+        if not ends_early:
+            raise
     while missing and time.monotonic() < end:
         try:
             traced = observer.ask()["traced"]
@@ -285,7 +288,7 @@ RECORDS_ALREADY = "is already recording: bpsx.trace_start() or another bpsx-run 
 def _record(observer: Observer, seconds: int) -> int:
     """Make the job's processes record, and print what each has written."""
     failed = False
-    for (role, rank), item in timelines(observer, seconds):
+    for (role, rank), item in timelines(observer, seconds, ends_early=True):
         failed = failed or item is None or not item["path"]
         if item is None:
             print(f"bpsx-run trace: {role} {rank} has not written its timeline", file=sys.stderr)

@@ -79,12 +79,16 @@ class PartitionTuning:
         )
 
 
+#: Compressions, as spec.py writes them, of tensors whose partitions have the chosen size.
+_TUNED = ("", '{"compressor": "half"}')
+
+
 def restored_size(tensors: Mapping[tuple[str, int], RegisteredTensor]) -> int:
     """Return the partition size that an earlier scheduler has chosen, judged by its tensors."""
     lengths = [
         place.length
         for (name, _), tensor in tensors.items()
-        if not (tensor.codec or name.startswith(PROBE)) and len(tensor.places) > 1
+        if tensor.codec in _TUNED and not name.startswith(PROBE) and len(tensor.places) > 1
         for place in tensor.places
     ]
     return max(LEAST, max(lengths, default=PARTITION_BYTES))
