@@ -33,6 +33,7 @@ from bpsx.launch.advise_profile import Profile
 from bpsx.launch.arguments import whole
 from bpsx.launch.job_view import RECORDS_ALREADY, Observer, add_job_arguments, find, timelines
 from bpsx.launch.spawn import runnable
+from bpsx.launch.top import aligned
 from bpsx.planning.link_rate import partition_size
 from bpsx.planning.partitioner import most_bytes
 from bpsx.planning.step_model import Cluster, Costs, Gradient, fitted_link, step_seconds
@@ -40,7 +41,7 @@ from bpsx.system.threads import NamedThread
 
 #: Steps of a command before the recorded ones.
 _WARM = 4
-#: Seconds for a job that measures, and for a command that is told to end.
+#: Seconds until a measuring job has failed, and until a command that got SIGTERM is killed.
 _PATIENCE, _GRACE = 180.0, 10.0
 #: Variables that say which job a process belongs to.
 _IDENTITY = ("DMLC_", "BYTEPS_LOCAL_", "BPSX_SECRET")
@@ -68,7 +69,7 @@ class Row(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What has been found, and what it means."""
+    """Predictions, the facts that they rest on, and the method to use."""
 
     profile: Profile
     cluster: Cluster
@@ -105,7 +106,7 @@ def layout(nodes: Iterable[Mapping[str, Any]]) -> Layout | None:
             f"some worker machines have servers and others not ({', '.join(lacking[:3])}):"
             " predictions need a server on each of them, or on none"
         )
-    return Layout(len(hosts["worker"]), spare, bool(hosts["server"] & hosts["worker"]))
+    return Layout(len(hosts["worker"]), spare, bool(both))
 
 
 def _partition(method: str, cluster: Cluster, most: int) -> int:
@@ -189,7 +190,7 @@ def measure_costs(on_gpu: bool) -> dict[str, Measured]:
 
 
 class Link(NamedTuple):
-    """What a job has measured on its links."""
+    """Bytes and seconds of a push_pull over a job's links, and seconds of a tiny one."""
 
     nbytes: int
     seconds: float
@@ -361,14 +362,7 @@ def text(advice: Advice, ready: float) -> str:
         [row.method, f"{row.megabytes:,.1f}", *(f"{row.seconds[k] * 1e3:,.1f}" for k in spares)]
         for row in advice.rows
     ]
-    widths = [max(len(line[i]) for line in [head, *table]) for i in range(len(head))]
-    lines.append("")
-    for line in [head, *table]:
-        first, *rest = (
-            word.rjust(width) if i else word.ljust(width)
-            for i, (word, width) in enumerate(zip(line, widths, strict=True))
-        )
-        lines.append("  ".join([first, *rest]))
+    lines += ["", *aligned([head, *table], left=(0,))]
     lines += ["", f"advice: {advice.why}"]
     if advice.pick != PLAIN:
         lines.append(f"use: {shown(advice.pick)}")

@@ -104,7 +104,7 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
     ]
     counts += [_count(view[f"{what}s"], what) for what in ("server", "tensor")]
     title = f"job at {where}: {view['state']}, {', '.join(counts)}, up {view['seconds']:.0f} s"
-    table = _table([_HEAD, *(_row(n) for n in view["nodes"])], left=(0, 2, 4))
+    table = aligned([_HEAD, *(_row(n) for n in view["nodes"])], left=(0, 2, 4))
     out = [title, "", *table, "", *_changes(view)]
     if view["missing"]:
         out.append("missing: " + ", ".join(view["missing"]))
@@ -133,7 +133,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Align the columns of ``rows``; ``left``: indices of those that are aligned to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
@@ -151,7 +151,7 @@ def _changes(view: Mapping[str, Any]) -> list[str]:
     if not latest:
         return []
     rows = [_change(change) for change in reversed(latest)]
-    return [*_table([_CHANGE_HEAD, *rows], left=(4,)), ""]
+    return [*aligned([_CHANGE_HEAD, *rows], left=(4,)), ""]
 
 
 def _change(change: Mapping[str, Any]) -> tuple[str, ...]:

@@ -141,18 +141,23 @@ class _Machines:
 
     def push(self, at: float, wire: float, server: _Machine) -> float:
         """Pushes of all workers to a server."""
-        seconds = wire / self._c.link
-        far = [machine for machine in self._workers if machine is not server]
-        ends = [machine.outbound.take(at, seconds) for machine in far]
-        ends.append(server.inbound.take(at, seconds * len(far)))
-        return max(ends) + self._c.round_trip / 2
+        far = self._far(server)
+        return self._move(at, wire, [machine.outbound for machine in far], server.inbound)
 
     def pull(self, at: float, wire: float, server: _Machine) -> float:
         """The sum from a server to all workers."""
+        far = self._far(server)
+        return self._move(at, wire, [machine.inbound for machine in far], server.outbound)
+
+    def _far(self, server: _Machine) -> list[_Machine]:
+        """Return the worker machines that reach the server over the network."""
+        return [machine for machine in self._workers if machine is not server]
+
+    def _move(self, at: float, wire: float, many: Sequence[_Server], one: _Server) -> float:
+        """Move ``wire`` bytes through each card of ``many``, and all of these through ``one``."""
         seconds = wire / self._c.link
-        far = [machine for machine in self._workers if machine is not server]
-        ends = [machine.inbound.take(at, seconds) for machine in far]
-        ends.append(server.outbound.take(at, seconds * len(far)))
+        ends = [card.take(at, seconds) for card in many]
+        ends.append(one.take(at, seconds * len(many)))
         return max(ends) + self._c.round_trip / 2
 
     def add(self, at: float, nbytes: float, costs: Costs, server: _Machine) -> float:
