@@ -130,10 +130,12 @@ def test_all_that_live_have_the_same_weights_in_each_step(transport):
         ends += [w for w in chaos.living if w not in ends + late and w.wait() == 0]
         assert len(ends + late) == len(chaos.living), story
         assert len({str(w.reports()[-1]) for w in ends}) == 1 and len(ends) >= 3, story
-        found: dict[int, set[int]] = {}
+        found: dict[int, dict[int, list[str]]] = {}
         for worker in job.workers:
             for kind, *rest in worker.reports():
                 if kind == "step":
-                    found.setdefault(rest[0], set()).add(rest[1])
+                    who = f"{worker.name} (pid {worker.popen.pid})"
+                    found.setdefault(rest[0], {}).setdefault(rest[1], []).append(who)
         assert sorted(found) == list(range(1, STEPS + 1))
-        assert all(len(digests) == 1 for digests in found.values()), story
+        unlike = {step: digests for step, digests in found.items() if len(digests) > 1}
+        assert not unlike, f"{unlike}\n{story}"
