@@ -168,10 +168,10 @@ def test_methods_are_named_as_scripts_choose_them():
 def test_the_output_names_what_was_found_and_what_to_use():
     found = advise_profile.profile(steps(6), {})
     where = Cluster(4, 0, advise._GBIT, 1e-4, 8.0)
-    model = advise.Model(found.gradients, MEASURED, 65536, 2 << 20)
+    model = advise.Model(found.gradients, MEASURED, 65536, advise.Partitions(2 << 20, True))
     table, pick, why = advise.advise(model, where, [0, 2])
     made = advise.Advice(found, where, "as given", "", table, pick, why)
-    text = advise.text(made, found.ready)
+    text = advise.text(made)
     for words in (
         "steps: 2 gradients of 0.0 MB, the last one ready after 40.0 ms (medians of 4 steps)",
         "machines: 4 with a worker and a server each, 0 spare; 8 cores each",
@@ -181,7 +181,7 @@ def test_the_output_names_what_was_found_and_what_to_use():
     ):
         assert words in text
     assert [line.split()[0] for line in text.splitlines()[5:12]] == list(METHODS)
-    read = json.loads(advise.as_json(made, found.ready))
+    read = json.loads(advise.as_json(made))
     assert read["pick"] == pick and set(read["methods"]) == set(METHODS)
     assert set(read["methods"][PLAIN]["seconds"]) == {"0", "2"}
 

@@ -15,9 +15,10 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from bpsx.config import Config, child_environment
+from bpsx.config.fingerprint import fingerprint
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.launch import advise_profile, cli, trial
 from bpsx.launch.advise_methods import (
@@ -37,6 +38,7 @@ from bpsx.launch.top import aligned
 from bpsx.planning.link_rate import partition_size
 from bpsx.planning.partitioner import most_bytes
 from bpsx.planning.step_model import Cluster, Costs, Gradient, fitted_link, step_seconds
+from bpsx.scheduler.tuning import tunes_partitions
 from bpsx.system.threads import NamedThread
 
 #: Steps of a command before the recorded ones.
@@ -109,11 +111,24 @@ def layout(nodes: Iterable[Mapping[str, Any]]) -> Layout | None:
     return Layout(len(hosts["worker"]), spare, bool(both))
 
 
-def _partition(method: str, cluster: Cluster, most: int) -> int:
-    """Return the bytes of a partition of a job on these machines."""
-    if keeps_cuts(method):
-        return most_bytes(most, compressed=True)
-    return partition_size([cluster.link / cluster.card_load()], most)
+class Partitions(NamedTuple):
+    """Bytes of a job's partitions: at most ``most``, and fewer on slow links if they are tuned."""
+
+    most: int
+    tuned: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the choice of a job with these options."""
+        return cls(config.partition_bytes, tunes_partitions(fingerprint(config), 2, False))
+
+    def size(self, method: str, cluster: Cluster) -> int:
+        """Return the bytes of a partition on these machines."""
+        if keeps_cuts(method):
+            return most_bytes(self.most, compressed=True)
+        if not self.tuned:
+            return self.most
+        return partition_size([cluster.link / cluster.card_load()], self.most)
 
 
 class Model(NamedTuple):
@@ -122,7 +137,7 @@ class Model(NamedTuple):
     gradients: list[Gradient]
     measured: Mapping[str, Measured]
     least: int
-    most: int
+    partitions: Partitions
 
     def seconds(self, method: str, cluster: Cluster) -> float:
         """Return the seconds of a step."""
@@ -130,7 +145,7 @@ class Model(NamedTuple):
             self.gradients,
             lambda g: exchange(method, g, self.measured, self.least),
             cluster,
-            _partition(method, cluster, self.most),
+            self.partitions.size(method, cluster),
         )
 
     def wire(self, method: str) -> float:
@@ -164,15 +179,17 @@ def measured_costs(found: Sequence[Mapping[str, Any]], cores: int) -> dict[str, 
 
 
 def _probe(words: Sequence[str], options: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Run a job of :mod:`bpsx.launch.advise_probe`; return its answer.
+    """Run a job of :mod:`bpsx.launch.advise_probe`; return its answer. ``words``: its arguments.
 
     Raises :class:`~bpsx.errors.BpsxError` if it fails.
     """
     ended = trial.run(options, ["bpsx.launch.advise_probe", *words], env, _PATIENCE)
     if ended.status is None:
-        raise BpsxError(f"a job that measures has not ended within {_PATIENCE:g} s")
+        raise BpsxError(f"the job that measures {words[0]} has not ended within {_PATIENCE:g} s")
     if ended.status or not ended.answer:
-        raise BpsxError(f"a job that measures failed (status {ended.status}): {ended.telling}")
+        raise BpsxError(
+            f"the job that measures {words[0]} failed (status {ended.status}): {ended.telling}"
+        )
     return ended.answer
 
 
@@ -344,13 +361,13 @@ def advise(model: Model, cluster: Cluster, spares: Sequence[int]) -> tuple[list[
     return rows, *choose(rows, cluster.spare)
 
 
-def text(advice: Advice, ready: float) -> str:
+def text(advice: Advice) -> str:
     """Format the advice as text."""
     c, p = advice.cluster, advice.profile
     kind = "a server each" if c.together else "no server"
     lines = [
         f"steps: {len(p.gradients)} gradients of {p.nbytes / 1e6:,.1f} MB, the last one ready after"
-        f" {ready * 1e3:,.1f} ms (medians of {p.steps} steps)",
+        f" {p.ready * 1e3:,.1f} ms (medians of {p.steps} steps)",
         f"machines: {c.workers} with a worker and {kind}, {c.spare} spare; {c.cores:g} cores each",
         f"links: {c.link / _GBIT:,.3g} Gbit/s, {advice.link_from}",
     ]
@@ -370,12 +387,12 @@ def text(advice: Advice, ready: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(advice: Advice, ready: float) -> str:
+def as_json(advice: Advice) -> str:
     """Format the advice as JSON."""
     p = advice.profile
     return json.dumps(
         {
-            "step": {"gradients": len(p.gradients), "bytes": p.nbytes, "ready_seconds": ready},
+            "step": {"gradients": len(p.gradients), "bytes": p.nbytes, "ready_seconds": p.ready},
             "seconds_now": p.seconds if advice.now else None,
             "cluster": advice.cluster._asdict(),
             "link_from": advice.link_from,
@@ -597,7 +614,7 @@ def _run(options: argparse.Namespace, more: Sequence[str], command: Sequence[str
     config = Config()
     measured = measure_costs(facts.profile.on_gpu)
     model = Model(
-        facts.profile.gradients, measured, config.min_compress_bytes, config.partition_bytes
+        facts.profile.gradients, measured, config.min_compress_bytes, Partitions.of(config)
     )
     workers, spare, together = facts.layout
     cluster = Cluster(
@@ -608,5 +625,5 @@ def _run(options: argparse.Namespace, more: Sequence[str], command: Sequence[str
         cluster = cluster._replace(workers=options.workers)
     rows, pick, why = advise(model, cluster, _spares(options.spare, cluster))
     advice = Advice(facts.profile, cluster, link_from, facts.now, rows, pick, why)
-    print((as_json if options.json else text)(advice, facts.profile.ready), flush=True)
+    print((as_json if options.json else text)(advice), flush=True)
     return 0

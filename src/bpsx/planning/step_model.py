@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from bpsx.planning.load_balance import MachineLinks, level, load
@@ -197,7 +198,7 @@ def step_seconds(
     def at(time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(events, (time, next(numbers), action))
 
-    def begin(time: float, nbytes: float, how: Exchange, trip: int) -> None:
+    def begin(nbytes: float, how: Exchange, trip: int, time: float) -> None:
         share = nbytes / len(how.wire)
         # Half of the work before a push, half of it after a pull.
         work = share / 2 * how.costs.worker, share / 2 * how.costs.alone
@@ -218,13 +219,13 @@ def step_seconds(
         def over(now: float) -> None:
             nonlocal done
             if trip + 1 < len(how.wire):
-                begin(now, nbytes, how, trip + 1)
+                begin(nbytes, how, trip + 1, now)
             done = max(done, now)
 
         at(machines.compute(time, *work), pushed)
 
     for ready, nbytes, how in pieces:
-        at(ready, lambda now, nbytes=nbytes, how=how: begin(now, nbytes, how, 0))  # type: ignore[misc]
+        at(ready, partial(begin, nbytes, how, 0))
     while events:
         now, _, action = heapq.heappop(events)
         action(now)
