@@ -38,12 +38,14 @@ _SUMS = """
 """
 
 
-def _connections(round_trip: float = _ROUND_TRIP, **given: str) -> list[tuple[float, int, str]]:
+def _connections(
+    round_trip: float = _ROUND_TRIP, rate: str | None = None, **given: str
+) -> list[tuple[float, int, str]]:
     """Return of a worker's connections to lanes: shortest round trip, send buffer, congestion
     control.
     """
     names = ["scheduler", "server 0", "worker 0", "worker 1"]
-    with Network(names, round_trip=round_trip) as links:
+    with Network(names, rate, both=rate is not None, round_trip=round_trip) as links:
         env = {"DMLC_ENABLE_RDMA": "tcp", "LANES": links.address["server 0"], **given}
         with NetJob(_SUMS, links, env=env) as job:
             return [tuple(one) for one in job.results()[0][0]]
@@ -57,6 +59,17 @@ def test_far_connections_have_the_systems_send_buffer_unless_it_is_given():
     fixed = 2 * min(224 << 10, most)  # the kernel doubles what one asks for
     assert {size for _, size, _ in given} == {fixed}
     assert fixed not in {size for _, size, _ in far}
+
+
+def test_connections_over_slow_links_have_small_send_buffers_unless_they_are_given():
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    for given, size in (
+        ({}, 64),
+        ({"BPSX_AUTOTUNE": "0"}, 224),
+        ({"BPSX_SEND_BUFFER_KB": "128"}, 128),
+    ):
+        found = {size for _, size, _ in _connections(0.0, "200mbit", **given)}
+        assert found == {2 * min(size << 10, most)}, given
 
 
 @pytest.mark.skipif(network.congestion() != "bbr", reason="the system's is not BBR")

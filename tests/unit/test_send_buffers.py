@@ -70,6 +70,13 @@ def test_only_a_near_peer_has_a_fixed_size_by_default(monkeypatch, given, second
     assert _size(given) == size
 
 
+@pytest.mark.parametrize(
+    ("rate", "size"), [(1e6, 64 << 10), (100e6, 100_000), (229e6, 229_000), (1e9, 224 << 10)]
+)
+def test_a_fitted_buffer_holds_a_millisecond_within_bounds(rate, size):
+    assert buffers.fitted(rate) == size
+
+
 def test_a_peer_on_loopback_is_near_however_busy_the_machine_is(monkeypatch):
     monkeypatch.setattr(buffers, "round_trip", lambda made: _FAR)
     assert _size(None) == 448 << 10

@@ -225,9 +225,10 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         None,
         "64..1048576 KiB; 0: the system's own tuning",
         "Send buffer of each data connection. Default: 448 on loopback, to stay in the CPU's"
-        " caches; else 224, so that little data is ahead of an urgent tensor. For links with a"
-        " round trip of 2 ms or more, plain sockets have 0 by default; with ZeroMQ, set 0. A value"
-        " below 64 would make traffic within a machine wait for TCP.",
+        " caches; else 224, so that little data is ahead of an urgent tensor. Over"
+        " plain sockets a worker that has measured slow links has less (BPSX_AUTOTUNE). For links"
+        " with a round trip of 2 ms or more, plain sockets have 0 by default; with ZeroMQ, set 0. A"
+        " value below 64 would make traffic within a machine wait for TCP.",
         TUNING,
     ),
     Option(

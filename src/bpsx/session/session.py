@@ -122,6 +122,7 @@ class Session(Liveness):
             log.info("the links could not be measured: %s", e)
         else:
             link.send("RATE", rate=int(rate))
+            self._endpoint.fit_buffers(rate)
 
     # ---- the verbs
 

@@ -15,7 +15,7 @@ _SIOCGIFADDR = 0x8915
 # Default send buffers, in bytes. On loopback, data in flight stays in the caches
 # (docs/decisions/0003); on a link, data queued in the buffer delays later data (0016).
 _LOOPBACK_SEND_BUFFER = 448 << 10
-_NETWORK_SEND_BUFFER = 224 << 10
+NETWORK_SEND_BUFFER = 224 << 10
 
 
 def is_ipv6(host: str) -> bool:
@@ -54,7 +54,7 @@ def send_buffer_bytes(host: str, given: int | None) -> int:
     """
     if given is not None:
         return given
-    return _LOOPBACK_SEND_BUFFER if is_loopback(host) else _NETWORK_SEND_BUFFER
+    return _LOOPBACK_SEND_BUFFER if is_loopback(host) else NETWORK_SEND_BUFFER
 
 
 def resolve(host: str, port: int) -> str:

@@ -72,6 +72,13 @@ class Endpoint(Protocol):
         Raises :class:`~bpsx.errors.TransportError`.
         """
 
+    def fit_buffers(self, rate: float) -> None:
+        """Fit what the transport buffers to links that carry ``rate`` bytes of tensors per second.
+
+        Called when the job has measured them. A transport without such buffers does nothing. Any
+        thread may call it.
+        """
+
     def watch(self) -> int:
         """Start to watch the connections.
 

@@ -262,6 +262,9 @@ cdef class LoopbackEndpoint:
             self.state.peers[peer] = other.state
             self.others[peer] = other
 
+    def fit_buffers(self, rate: float) -> None:
+        """Do nothing: there are no links."""
+
     def watch(self) -> int:
         """See :meth:`bpsx.transports.base.Endpoint.watch`."""
         with _lock:

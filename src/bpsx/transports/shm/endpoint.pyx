@@ -364,6 +364,10 @@ cdef class SharedEndpoint:
         unlock(&self.state.monitor)
         self.inner.wake()
 
+    def fit_buffers(self, rate: float) -> None:
+        """See :meth:`bpsx.transports.base.Endpoint.fit_buffers`. Any thread may call it."""
+        self.inner.fit_buffers(rate)
+
     def watch(self) -> int:
         """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
         return self.inner.watch()

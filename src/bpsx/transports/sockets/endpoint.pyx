@@ -80,6 +80,9 @@ cdef class ListeningEndpoint:
         """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
         return self.losses.fd
 
+    def fit_buffers(self, rate: float) -> None:
+        """Do nothing. TCP has send buffers to fit to links of ``rate`` bytes per second."""
+
     def lost(self) -> list:
         """Return the peers whose connection broke since the last call. Any thread may call it."""
         cdef uint64_t drained = 0

@@ -25,7 +25,10 @@ cdef extern from *:
         MSG_DONTWAIT
         MSG_NOSIGNAL
         SHUT_RDWR
+        SOL_SOCKET
+        SO_SNDBUF
     int shutdown(int fd, int how) nogil
+    int setsockopt(int fd, int level, int name, const void *value, unsigned int size) nogil
     ssize_t sendmsg(int fd, msghdr *m, int flags) nogil
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
 
@@ -65,6 +68,7 @@ cdef struct Connection:
     bint ready                  # in the list of connections that may have data to read
     bint drained                # the last read was short, so the socket is empty
     bint wants_out              # epoll reports when the socket is writable
+    bint fits                   # its send buffer may be fitted to the links
     Outgoing *first             # queue of messages not fully written
     Outgoing *last
     # Message being read: head, then body at a multiple of 64 bytes.
@@ -83,7 +87,9 @@ cdef struct EndpointState:
     int since                   # messages received since the last epoll_wait()
     uint64_t most_bytes
     int64_t malformed
-    int64_t n_new
+    int64_t n_new               # 0: take_new() has nothing to do
+    int64_t fitted              # bytes of send buffers that fit the links; 0: not known
+    int64_t given               # bytes that the connections in `all` got of it
     Connection *new
     Connection *all
     Connection *ready_first
@@ -181,16 +187,30 @@ cdef inline void end(EndpointState *s, Connection *c) noexcept nogil:
     free(c)
 
 
+cdef inline void fit(Connection *c, int64_t fitted) noexcept nogil:
+    """Give the connection a send buffer that fits the links."""
+    cdef int size = <int>fitted
+    if c.fits and not c.dead and size:
+        setsockopt(c.fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof(size))
+
+
 cdef inline void take_new(EndpointState *s) noexcept nogil:
-    """Add the connections that other threads made since the last call."""
+    """Take over what other threads have left since the last call: connections, fitted buffers."""
     cdef Connection *c
     cdef Connection *following
+    cdef int64_t fitted
     if atomic_load(&s.n_new) == 0:
         return
     lock(&s.monitor)
     c, s.new = s.new, NULL
+    fitted = s.fitted
     atomic_store(&s.n_new, 0)
     unlock(&s.monitor)
+    if s.given != fitted:
+        s.given, following = fitted, s.all
+        while following != NULL:
+            fit(following, fitted)
+            following = following.next
     while c != NULL:
         following = c.next
         c.next, s.all = s.all, c
@@ -202,6 +222,7 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
             and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
         ):
             s.peers.at[c.peer] = c
+            fit(c, fitted)
         else:
             c.dead = True
             let_go(c)

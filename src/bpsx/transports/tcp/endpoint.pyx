@@ -34,7 +34,7 @@ from bpsx.transports.tcp.send cimport (
 from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
-from bpsx.transports.sockets.buffers import size_send_buffer
+from bpsx.transports.sockets.buffers import fitted, size_send_buffer
 from bpsx.transports.sockets.congestion import check_congestion, choose_congestion
 
 log = logging.getLogger("bpsx.connections")
@@ -225,11 +225,23 @@ cdef class TcpEndpoint(ListeningEndpoint):
             made.close()
             raise MemoryError("no memory for a connection")
         listener.prepare(made, self.interval, self.timeout)
-        size_send_buffer(made, self.send_buffer)
+        c.fits = size_send_buffer(made, self.send_buffer)
         choose_congestion(made, self.congestion)
         c.peer, c.fd = peer, made.detach()
         lock(&self.state.monitor)
         c.next, self.state.new = self.state.new, c
+        atomic_store(&self.state.n_new, 1)
+        unlock(&self.state.monitor)
+        tcp_wake(&self.state)
+
+    def fit_buffers(self, rate: float) -> None:
+        """Give connections to near peers send buffers that fit links of ``rate`` bytes per second.
+
+        Those of a size that was given stay. Any thread may call it.
+        """
+        cdef int64_t found = fitted(rate)
+        lock(&self.state.monitor)
+        self.state.fitted = found
         atomic_store(&self.state.n_new, 1)
         unlock(&self.state.monitor)
         tcp_wake(&self.state)

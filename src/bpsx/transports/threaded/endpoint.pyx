@@ -200,6 +200,11 @@ cdef class ThreadedEndpoint:
             raise MemoryError("no memory for a connection")
         self.inner[peer % self.state.n_parts].connect(peer, address)
 
+    def fit_buffers(self, rate: float) -> None:
+        """See :meth:`bpsx.transports.base.Endpoint.fit_buffers`. Any thread may call it."""
+        for one in self.inner:
+            one.fit_buffers(rate)
+
     def watch(self) -> int:
         """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
         return self.news.fileno()

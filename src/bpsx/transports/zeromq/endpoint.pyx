@@ -353,6 +353,9 @@ cdef class ZeroMQEndpoint:
         self.connected.setdefault(named, peer)
         self.socket.connect(url)
 
+    def fit_buffers(self, rate: float) -> None:
+        """Do nothing: ZeroMQ sizes a connection's buffers when it makes the connection."""
+
     def watch(self) -> int:
         """Start to watch the connections.
 
