@@ -4,6 +4,8 @@ The peer is memcpy in the same run. Partitions take turns, more than caches hold
 has just been made, and the caches are full of the data that made it. memcpy copies the same
 partitions, also in turn. Rates are GB/s of uncompressed input (for decoding: of output).
 
+Rows ``lane-*`` are a server's work: :mod:`bench.compress_sum`.
+
 ``--end-to-end`` trains a network on slow links instead: :mod:`bench.end_to_end`.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench import compress_gpu, end_to_end
+from bench import compress_gpu, compress_sum, end_to_end
 from bench.compress_gpu import Row
 from bench.jobs import progress
 from bench.report import BenchError, Case, Draw, median_case
@@ -108,10 +110,11 @@ def run(options: argparse.Namespace) -> list[Case]:
         return compress_gpu.run(options.quick, options.only)
     turns = 3 if options.quick else 15
     rows = [row for row in ROWS if options.only in row.case]
-    if not rows:
+    lanes = [row for row in compress_sum.ROWS if options.only in row.case]
+    if not rows and not lanes:
         raise BenchError(
             f"--only {options.only!r}: no case has this in its name; cases are"
-            f" {', '.join(row.case for row in ROWS)}"
+            f" {', '.join(row.case for row in (*ROWS, *compress_sum.ROWS))}"
         )
     progress("compiling, the first time")
     loops: dict[str, Callable[[], object]] = {"memcpy": _memcpy()}
@@ -129,17 +132,21 @@ def run(options: argparse.Namespace) -> list[Case]:
             note=f"{_MANY} partitions of {_BYTES:,} B in turn, one thread; each byte counted once",
         )
     ]
-    return cases + [
-        median_case(
-            row.case,
-            rates[row.case],
-            "GB/s",
-            peer=copied,
-            target=row.target,
-            note=f"{100 * sizes[row.case] / _BYTES:.3g} % of the bytes; memcpy",
-        )
-        for row in rows
-    ]
+    return (
+        cases
+        + [
+            median_case(
+                row.case,
+                rates[row.case],
+                "GB/s",
+                peer=copied,
+                target=row.target,
+                note=f"{100 * sizes[row.case] / _BYTES:.3g} % of the bytes; memcpy",
+            )
+            for row in rows
+        ]
+        + compress_sum.cases(lanes, turns)
+    )
 
 
 def _gradients() -> list[np.ndarray]:

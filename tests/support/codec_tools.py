@@ -10,10 +10,13 @@ import mmap
 import numpy as np
 from hypothesis import strategies as st
 
-from bpsx.kernels.codecs import ALIKE, N_STATE, SLACK, codec, load_codec
+from bpsx.kernels.codecs import ALIKE, N_STATE, SLACK, codec, load_codec, load_summer
 
 _ENCODE = C.CFUNCTYPE(C.c_int64, *[C.c_void_p] * 7, C.c_int64, C.c_uint64, C.c_double, C.c_double)
 _DECODE = C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_int64, *[C.c_void_p] * 3, C.c_int64, C.c_int64)
+_SUM = C.CFUNCTYPE(
+    C.c_int64, C.c_void_p, *[C.c_int64] * 3, *[C.c_void_p] * 5, C.c_int64, C.c_uint64, C.c_double
+)
 GUARD = 64
 #: Sizes around words, blocks and samples.
 SIZES = [
@@ -157,6 +160,44 @@ class Coder:
         assert unharmed(whole), "written outside out"
         assert room[: len(wire)].tobytes() == wire, "the wire was written to"
         return None if done else out.copy()
+
+
+class Summed(Coder):
+    """What a lane has of a partition whose codec sums all pushes at once."""
+
+    def __init__(self, name: str, options: dict, n: int, wide: str, residual: bool) -> None:
+        super().__init__(name, options, n, wide, residual)
+        address, self._owner = load_summer(name, wide, residual)
+        self._sum = _SUM(address)
+
+    def sum(self, pushes: list[bytes], divisor: int, factor: float = 1.0) -> bytes:
+        """Return the encoded sum of ``pushes``, by ``divisor``."""
+        self.counter += 1
+        stride = (self.capacity + SLACK + 63) // 64 * 64
+        edge, wire = Edge(stride * len(pushes)), self._wire.last(self.capacity + SLACK)
+        room = edge.last(stride * len(pushes))
+        room[:], wire[:] = 0x77, 0xEE
+        for i, push in enumerate(pushes):
+            room[i * stride : i * stride + len(push)] = np.frombuffer(push, np.uint8)
+        given = room.tobytes()
+        size = self._sum(
+            room.ctypes.data,
+            stride,
+            len(pushes),
+            divisor,
+            self.residual.ctypes.data,
+            wire.ctypes.data,
+            self._scratch_at(),
+            self.state.ctypes.data,
+            self.options.ctypes.data,
+            self.n,
+            self.counter,
+            factor,
+        )
+        assert size == self.capacity
+        assert room.tobytes() == given, "the pushes were written to"
+        assert all(unharmed(kept[0]) for kept in self._kept)
+        return wire[:size].tobytes()
 
 
 def same(got: np.ndarray, want: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.reference import Reference, onebit_decode, onebit_encode
-from support.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
+from support.codec_tools import Coder, Summed, corrupt, gradient, kinds, same, sizes, wides
 
 #: Tolerance of float32 sums of blocks of 1024 that are then added in float64; the order of
 #: additions depends on the processor.
@@ -153,3 +153,34 @@ def test_a_sum_beyond_float64_is_an_overflow(residual):
     coder = Coder("onebit", {"scaling": True}, 3000, "float64", residual)
     assert np.isnan(coder.decode(coder.encode(np.full(3000, 1e306)))).all()
     assert not coder.residual.any() and not coder.state.any()
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
+@settings(max_examples=80, deadline=None)
+@given(
+    n=sizes,
+    scaling=st.booleans(),
+    wide=wides,
+    rounds=st.lists(st.lists(kinds, min_size=1, max_size=5), min_size=1, max_size=3),
+    divisor=st.integers(1, 7),
+    factor=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=st.integers(0, 99),
+)
+def test_a_sum_in_one_pass_has_the_bits_of_one_push_after_the_other(
+    residual, n, scaling, wide, rounds, divisor, factor, seed
+):
+    options = {"scaling": scaling}
+    worker = Coder("onebit", options, n, wide)
+    slow, fast = (
+        Coder("onebit", options, n, wide, residual),
+        Summed("onebit", options, n, wide, residual),
+    )
+    for what in rounds:
+        pushes = [worker.encode(gradient(kind, n, wide, seed + i)) for i, kind in enumerate(what)]
+        total = slow.decode(pushes[0])
+        for push in pushes[1:]:
+            total = slow.decode(push, total)
+        with np.errstate(all="ignore"):
+            total = total / total.dtype.type(divisor)
+        assert fast.sum(pushes, divisor, factor) == slow.encode(total, factor)
+        assert same(fast.residual, slow.residual) and same(fast.state, slow.state)

@@ -32,6 +32,7 @@ from bpsx.kernels.codecs import (
     load_codec,
     load_conversion,
     load_momentum,
+    load_summer,
 )
 
 log = logging.getLogger("bpsx.compression.spec")
@@ -294,6 +295,7 @@ class Made(NamedTuple):
 
     encode: int
     decode: int
+    sum: int
     widen: int
     narrow: int
     wide_itemsize: int
@@ -368,6 +370,7 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
     residual, momentum = bool(given.ef), bool(given.momentum) and sender is not None
     _check_count(given, n)
     compiled = load_codec(given.compressor, wide, residual, momentum)
+    summer = load_summer(given.compressor, wide, residual) if sender is None else (0, None)
     conversion = load_conversion(dtype if sender is not None else wide)
     numbers = used.numbers(dict(given.options))
     if len(numbers) > ALIKE:
@@ -382,6 +385,7 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
     return Made(
         compiled.encode,
         compiled.decode,
+        summer[0],
         conversion[0],
         conversion[1],
         BY_NAME[wide].itemsize,
@@ -396,7 +400,7 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
         used.counted,
         not residual and not used.remembers,
         given.ef == "sparse" and sender is None,
-        (compiled, conversion),
+        (compiled, summer, conversion),
     )
 
 

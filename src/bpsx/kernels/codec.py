@@ -42,6 +42,11 @@ Encoder = Callable[..., int]
 #: the bytes. add: add to out instead of setting it. The sender may be hostile: a decoder must
 #: survive any bytes, reads only wire[:size + SLACK] and writes only out[:n].
 Decoder = Callable[..., int]
+#: sum(pushes, stride, count, divisor, e, wire, scratch, state, options, n, counter, factor) ->
+#: bytes written. Does what decoding ``count`` pushes one after the other, dividing by ``divisor``
+#: and encoding would do, to the same bits. pushes: uint8, each of them ``stride`` bytes after the
+#: one before it. The others are as for an encoder.
+Summer = Callable[..., int]
 
 
 class Compressor(ABC):
@@ -102,6 +107,14 @@ class Codec(Compressor):
     @abstractmethod
     def decoder(self) -> Decoder:
         """Return a function for Numba."""
+
+    def summer(self, residual: bool) -> Summer | None:
+        """Return a function for Numba with which a lane decodes, sums and encodes in one pass.
+
+        For codecs that encode n elements into ``capacity`` bytes always, and decode any such bytes.
+        None: a lane decodes each push into an accumulator, and encodes that.
+        """
+        return None
 
 
 class DeviceCodec(ABC):

@@ -29,6 +29,7 @@ from bpsx.kernels.codec import Compressor as Compressor
 from bpsx.kernels.codec import Decoder as Decoder
 from bpsx.kernels.codec import DeviceCodec as DeviceCodec
 from bpsx.kernels.codec import Encoder as Encoder
+from bpsx.kernels.codec import Summer as Summer
 
 #: Built-in compressors that users can name, and all built-in ones.
 COMPRESSORS = ("onebit", "topk", "randomk", "dithering", "powersgd")
@@ -42,6 +43,7 @@ _device_codecs: dict[str, DeviceCodec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
 _momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
+_summers: dict[tuple[str, str, bool], tuple[int, object]] = {}
 
 
 def register(codec: Compressor) -> None:
@@ -152,23 +154,42 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
     with _lock:
         if key not in _loaded:
             used = codec(name)
-            bodies = (False, used.encoder(residual, momentum)), (True, used.decoder())
+            bodies = ("encode", used.encoder(residual, momentum)), ("decode", used.decoder())
             made = [
-                compiled(
-                    f"{body.__name__}-{name}",
-                    itertools.chain((wide, residual, momentum), identity(body)),
-                    functools.partial(_compile_codec, wide, decodes, body),
-                )
-                for decodes, body in bodies
+                _function(name, kind, wide, (residual, momentum), body) for kind, body in bodies
             ]
             _loaded[key] = Compiled(made[0].address, made[1].address, tuple(made))
         return _loaded[key]
 
 
-def _compile_codec(wide: str, decodes: bool, body: Callable[..., int]) -> tuple[Any, Any]:
+def load_summer(name: str, wide: str, residual: bool) -> tuple[int, object]:
+    """Return the address of a codec's summer, 0 if it has none, and what keeps it alive.
+
+    Thread-safe. ``wide``: float32 or float64.
+    """
+    key = name, wide, residual
+    with _lock:
+        if key not in _summers:
+            body = codec(name).summer(residual)
+            made = _function(name, "sum", wide, (residual,), body) if body is not None else None
+            _summers[key] = made.address if made is not None else 0, made
+        return _summers[key]
+
+
+def _function(
+    name: str, kind: str, wide: str, parts: tuple[bool, ...], body: Callable[..., int]
+) -> Any:
+    return compiled(
+        f"{body.__name__}-{name}",
+        itertools.chain((wide, *parts), identity(body)),
+        functools.partial(_compile_codec, wide, kind, body),
+    )
+
+
+def _compile_codec(wide: str, kind: str, body: Callable[..., int]) -> tuple[Any, Any]:
     from bpsx.kernels.cpu import jit
 
-    return jit.compile_codec(wide, decodes, body)
+    return jit.compile_codec(wide, kind, body)
 
 
 def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:

@@ -1,15 +1,39 @@
 # Sums of compressed keys: a lane decodes pushes into an accumulator of the wide type, and encodes
 # the sum for the workers. It keeps a residual of its own if the workers have one (two-way
-# compression, arXiv 1905.10936).
+# compression, arXiv 1905.10936). If the codec can do all that in one pass, the lane keeps the
+# pushes as they are until the round's end.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.codec.packed cimport ALIKE, RATE_BYTES, SLACK, Packed
-from bpsx.core.codec.state cimport grow_scratch, pack, save_state, server_state_bytes
+from bpsx.core.codec.state cimport (
+    correction, grow_scratch, pack, save_state, server_state_bytes,
+)
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport Compressed, KeyState, Share, fail_sum, memory_for
+
+
+cdef enum:
+    MOST_KEPT = 64              # senders whose pushes are kept: onebit's have 8 bytes per element
+
+
+cdef inline bint keeps_pushes(const Lane *lane, const Packed *p) noexcept nogil:
+    """Whether the pushes of a key are kept until all are there, and then summed in one pass."""
+    return p.sum != NULL and lane.settings.senders <= MOST_KEPT
+
+
+cdef inline uint64_t stride_of(const Packed *p) noexcept nogil:
+    """Bytes from one kept push to the next."""
+    return (p.capacity + SLACK + 63) & ~<uint64_t>63
+
+
+cdef inline uint64_t sum_bytes(const Lane *lane, const Packed *p) noexcept nogil:
+    """Bytes of the accumulator, or of the kept pushes."""
+    if keeps_pushes(lane, p):
+        return lane.settings.senders * stride_of(p)
+    return max(p.n * p.wide_itemsize, <uint64_t>1)
 
 
 cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept nogil:
@@ -39,7 +63,7 @@ cdef inline bint compare_counters(KeyState *e, const char *body, uint64_t length
 cdef inline void add_packed(
     Lane *lane, KeyState *e, uint32_t sender, char *body, uint64_t length
 ) noexcept nogil:
-    """Decode a push into the accumulator.
+    """Decode a push into the accumulator, or keep it.
 
     A malformed push fails the round on all workers, because the sum is spoilt.
     """
@@ -47,7 +71,7 @@ cdef inline void add_packed(
     cdef double rate = 0
     e.compressed.longest = max(e.compressed.longest, length)
     if e.compressed.acc == NULL:
-        e.compressed.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
+        e.compressed.acc = <char *>malloc(sum_bytes(lane, p))
     if (
         e.compressed.acc == NULL
         or not grow_scratch(&lane.scratch.at, &lane.scratch.size, p.scratch)
@@ -67,6 +91,13 @@ cdef inline void add_packed(
         e.compressed.rate = rate
     if p.counted and not compare_counters(e, body, length):
         fail_sum(e, E_CODEC, sender, sender)
+        return
+    if keeps_pushes(lane, p):
+        if length != p.capacity or e.round.added >= lane.settings.senders:
+            fail_sum(e, E_CODEC, sender, sender)
+            return
+        memcpy(e.compressed.acc + e.round.added * stride_of(p), body, length)
+        e.round.added += 1
         return
     # Copy: a decoder may read a little beyond the end, where the message's memory may end.
     memcpy(p.wire, body, length)
@@ -97,7 +128,7 @@ cdef inline void forget_residual(Packed *p) noexcept nogil:
 
 
 cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
-    """Divide the sum and encode it.
+    """Divide the sum and encode it; or sum the kept pushes in the same pass.
 
     Return memory of `packed.size` bytes and SLACK, which the caller frees. NULL: no memory.
     """
@@ -106,13 +137,21 @@ cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     if wire == NULL or lane.settings.shrinks and not keep_before(e.compressed):
         free(wire)
         return NULL
-    if e.operation.divisor > 1:
-        e.compressed.wide_kernels.divide(e.compressed.acc, p.n, e.operation.divisor)
     if p.counted:
-        # The reply has the pushes' counter; `pack` increments it.
+        # The reply has the pushes' counter, which is incremented below.
         p.counter = e.compressed.counter - 1
         p.options[ALIKE] = p.sparse and e.compressed.alike
-    pack(p, e.compressed.acc, wire, lane.scratch.at, e.compressed.rate, False)
+    if keeps_pushes(lane, p):
+        p.counter += 1
+        p.size = p.sum(
+            <uint8_t *>e.compressed.acc, stride_of(p), e.round.added, e.operation.divisor,
+            p.residual, wire, <uint8_t *>lane.scratch.at + p.aside, p.state, p.options, p.n,
+            p.counter, correction(p, e.compressed.rate)
+        )
+    else:
+        if e.operation.divisor > 1:
+            e.compressed.wide_kernels.divide(e.compressed.acc, p.n, e.operation.divisor)
+        pack(p, e.compressed.acc, wire, lane.scratch.at, e.compressed.rate, False)
     e.compressed.sum += 1
     e.compressed.restored = False
     e.compressed.saving.logged += e.compressed.longest

@@ -93,7 +93,8 @@ cdef struct Compressed:         # a compressed key; see core/codec/state.pxd
     uint64_t longest            # bytes of the longest push since then
     Saving saving
     Kernels *wide_kernels       # of the wide type
-    char *acc                   # sum of the open round, elements of the wide type
+    # sum of the open round, elements of the wide type; or its pushes (keeps_pushes())
+    char *acc
     double rate                 # the learning rate of the open round
     uint64_t counter            # largest counter of the open round's pushes
     bint alike                  # all pushes of the open round had the same counter

@@ -12,7 +12,7 @@ from bpsx.core.codec.state cimport (
 from bpsx.core.partition cimport Matrix, Partition, Tensor
 from bpsx.core.state cimport MAX_THREADS
 from bpsx.kernels.abi cimport (
-    convert_fn, decode_fn, encode_fn, orthogonalise_fn, project_fn, refresh_fn, restore_fn,
+    convert_fn, decode_fn, encode_fn, orthogonalise_fn, project_fn, refresh_fn, restore_fn, sum_fn,
 )
 
 
@@ -24,6 +24,7 @@ cdef inline Packed *packed_new(made) except NULL:
         raise MemoryError("no memory for a compressed partition")
     p.encode = <encode_fn><uintptr_t>made.encode
     p.decode = <decode_fn><uintptr_t>made.decode
+    p.sum = <sum_fn><uintptr_t>made.sum
     p.widen = <convert_fn><uintptr_t>made.widen
     p.narrow = <convert_fn><uintptr_t>made.narrow
     p.wide_itemsize = made.wide_itemsize

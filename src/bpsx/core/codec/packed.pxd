@@ -2,7 +2,7 @@
 # lane) accesses this. kernels/codecs.py describes the functions.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn
+from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn, sum_fn
 
 cdef enum:
     N_OPTIONS = 8               # kernels/codecs.py has the same, and SLACK
@@ -13,10 +13,11 @@ cdef enum:
     RATE_BYTES = 8              # with `corrected` a push begins with the learning rate, a float64
     STATE_HEAD = 16 + 8 * N_STATE
 
-# More than 20 fields: the arguments of the codec's two functions.
+# More than 20 fields: the arguments of the codec's functions.
 cdef struct Packed:
     encode_fn encode
     decode_fn decode
+    sum_fn sum                  # of a lane, if the codec has one; else NULL
     # half types: convert to the wide type and back; NULL: elements have the wide type already
     convert_fn widen
     convert_fn narrow

@@ -157,6 +157,46 @@ def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     )
 
 
+def _signed_vector(
+    builder: ir.IRBuilder, kind: ir.Type, word: ir.Value, x: ir.Value
+) -> tuple[ir.Type, ir.Value]:
+    """Return 32 floats ``x``, negated where a bit of ``word`` is set, after their vector's type."""
+    vector = ir.VectorType(kind, 32)
+    negative = builder.bitcast(word, ir.VectorType(_I1, 32))
+    minus, plus = _splat(builder, builder.fneg(x), 32), _splat(builder, x, 32)
+    return vector, builder.select(negative, minus, plus)
+
+
+@intrinsic
+def set_signed(
+    typingctx: Any, pointer: types.CPointer, i: types.Type, word: types.Type, x: types.Float
+) -> Any:
+    """Set the 32 floats from index ``i`` on to ``x``, negated where a bit of ``word`` is set."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        kind, values = _signed_vector(builder, args[3].type, args[2], args[3])
+        first = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
+        builder.store(values, first, align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.uint32, pointer.dtype), codegen
+
+
+@intrinsic
+def add_signed(
+    typingctx: Any, pointer: types.CPointer, i: types.Type, word: types.Type, x: types.Float
+) -> Any:
+    """Add to the 32 floats from index ``i`` on what :func:`set_signed` would set them to."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        kind, values = _signed_vector(builder, args[3].type, args[2], args[3])
+        first = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
+        builder.store(builder.fadd(builder.load(first, align=1), values), first, align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.uint32, pointer.dtype), codegen
+
+
 @intrinsic
 def signs(typingctx: Any, pointer: types.CPointer, i: types.Type) -> Any:
     """Return the sign bits of the 32 floats from index ``i`` on, the first in the lowest bit."""

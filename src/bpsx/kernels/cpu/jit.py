@@ -38,23 +38,16 @@ def _object_code(made: Any) -> bytes:
 
 
 def compile_codec(
-    wide: str, decodes: bool, body: Callable[..., int]
+    wide: str, kind: str, body: Callable[..., int]
 ) -> tuple[Any, Callable[[], bytes]]:
-    """Compile a codec's encoder or decoder."""
+    """Compile a codec's function. ``kind``: encode, decode, or sum."""
     elements, raw = types.CPointer(_WIDE[wide]), types.CPointer(types.uint8)
     state, options = types.CPointer(types.float64), types.CPointer(types.int64)
-    encode = types.int64(
-        elements,
-        elements,
-        elements,
-        raw,
-        raw,
-        state,
-        options,
-        types.int64,
-        types.uint64,
-        types.float64,
-        types.float64,
-    )
-    decode = types.int64(raw, types.int64, elements, raw, options, types.int64, types.int64)
-    return compile_with_numba(decode if decodes else encode, body)
+    whole, counter, number = types.int64, types.uint64, types.float64
+    coding = (raw, raw, state, options, whole, counter, number)
+    arguments = {
+        "encode": (elements, elements, elements, *coding, number),
+        "decode": (raw, whole, elements, raw, options, whole, whole),
+        "sum": (raw, whole, whole, whole, elements, *coding),
+    }
+    return compile_with_numba(types.int64(*arguments[kind]), body)
