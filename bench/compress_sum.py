@@ -25,7 +25,7 @@ from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec, lo
 _N = 1_024_000
 _BYTES = 4 * _N
 #: Partitions that a core works on in turn: more than its caches hold.
-_MANY = 16
+_MANY = max(4, min(16, 64 // len(os.sched_getaffinity(0))))
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _ENCODE = ctypes.CFUNCTYPE(_I, *[_P] * 7, _I, ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
 _DECODE = ctypes.CFUNCTYPE(_I, _P, _I, *[_P] * 3, _I, _I)
@@ -48,6 +48,7 @@ class LaneRow(NamedTuple):
 ROWS = (
     LaneRow("lane-onebit-2", "onebit", {"scaling": True}, 2, ">= 0.6"),
     LaneRow("lane-onebit-8", "onebit", {"scaling": True}, 8, ">= 0.6"),
+    LaneRow("lane-onebit-32", "onebit", {"scaling": True}, 32),
     LaneRow("lane-topk-8", "topk", {"k": 0.01}, 8),
     LaneRow("lane-dithering-8", "dithering", {"k": 2}, 8),
 )
@@ -172,40 +173,44 @@ def _seconds(works: list[Callable[[], None]]) -> float:
 
 
 def cases(rows: list[LaneRow], turns: int) -> list[Case]:
-    """Return the cases of these rows; all take turns."""
+    """Return the cases of these rows. Each row takes turns with memcpy."""
     cores = len(os.sched_getaffinity(0))
-    keys = {
-        row.case: [[_Key(row, i * _MANY + j) for j in range(_MANY)] for i in range(cores)]
-        for row in rows
-    }
-    works = {case: [_in_turn(one) for one in found] for case, found in keys.items()}
-    works["memcpy"] = [_copies() for _ in range(cores)]
-    one: dict[str, list[float]] = {case: [] for case in works}
-    all_: dict[str, list[float]] = {case: [] for case in works}
+    copies = [_copies() for _ in range(cores)] if rows else []
+    return [case for row in rows for case in _cases_of(row, copies, turns)]
+
+
+def _cases_of(row: LaneRow, copies: list[Callable[[], None]], turns: int) -> list[Case]:
+    cores = len(copies)
+    keys = [[_Key(row, i * _MANY + j) for j in range(_MANY)] for i in range(cores)]
+    traffic, lanes = keys[0][0].traffic, [_in_turn(one) for one in keys]
+    what = f"{row.workers} workers, with error feedback"
+    one: list[tuple[float, float]] = []
+    all_: list[tuple[float, float]] = []
     for _ in range(turns):
-        for case, found in works.items():
-            one[case].append(_BYTES / _seconds(found[:1]) / 1e9)
-            all_[case].append(cores / _seconds(found) / 1e9)
-    copied = statistics.median(one["memcpy"])
-    moved = 2 * _BYTES * statistics.median(all_["memcpy"])
-    made = []
-    for row in rows:
-        traffic = keys[row.case][0][0].traffic
-        what = f"{row.workers} workers, with error feedback"
-        made.append(
-            median_case(row.case, one[row.case], "GB/s", peer=copied, note=f"{what}; memcpy")
+        one.append((_BYTES / _seconds(lanes[:1]) / 1e9, _BYTES / _seconds(copies[:1]) / 1e9))
+        all_.append(
+            (cores * traffic / _seconds(lanes) / 1e9, cores * 2 * _BYTES / _seconds(copies) / 1e9)
         )
-        if row.target:
-            made.append(
-                median_case(
-                    f"{row.case}-all-cores",
-                    [traffic * rate for rate in all_[row.case]],
-                    "GB/s",
-                    peer=moved,
-                    target=row.target,
-                    note=f"{what}; {traffic / _N:.1f} bytes of memory per element; memcpy",
-                )
+    made = [
+        median_case(
+            row.case,
+            [rate for rate, _ in one],
+            "GB/s",
+            peer=statistics.median(copied for _, copied in one),
+            note=f"{what}; memcpy",
+        )
+    ]
+    if row.target:
+        made.append(
+            median_case(
+                f"{row.case}-all-cores",
+                [rate for rate, _ in all_],
+                "GB/s",
+                peer=statistics.median(copied for _, copied in all_),
+                target=row.target,
+                note=f"{what}; {traffic / _N:.1f} bytes of memory per element; memcpy",
             )
+        )
     return made
 
 

@@ -43,15 +43,16 @@ _ROUNDS_OF = f"""
 
 
 #: Way -> its variables, and how often a worker copies a partition: the answer, and for shared
-#: memory the push, too.
+#: memory the push, too. What both may copy besides: what was read ahead, or by ZeroMQ.
 _WAYS = {
-    "tcp": ({"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"}, 1),
+    "tcp": ({"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"}, 1, 0.01),
     "tcp, I/O threads": (
         {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0", "BPSX_IO_THREADS": "2"},
         1,
+        0.01,
     ),
-    "shm": ({"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "1"}, 2),
-    "zmq": ({"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"}, 1),
+    "shm": ({"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "1"}, 2, 0.01),
+    "zmq": ({"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"}, 1, 0.1),
 }
 
 
@@ -68,11 +69,11 @@ def _counts(folder: Path, **variables: str) -> list[list[Counts]]:
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_worker_copies_each_answer_once_and_a_server_nothing(tmp_path, way, elastic):
     """Jobs that survive deaths keep results without another copy, too."""
-    variables, copies = _WAYS[way]
+    variables, copies, more = _WAYS[way]
     partitions = _N * _ROUNDS
     for worker, *servers in _counts(tmp_path, BPSX_ELASTIC=elastic, **variables):
-        assert worker.copied == copies * partitions * _BYTES
-        assert [server.copied for server in servers] == [0, 0]
+        made, *others = (one.copied / partitions / _BYTES for one in (worker, *servers))
+        assert copies <= made < copies + more and all(other <= more for other in others)
 
 
 @pytest.mark.parametrize("way", ["tcp", "tcp, I/O threads"])
@@ -83,7 +84,8 @@ def test_a_system_call_moves_many_bytes(tmp_path, way):
         assert 0 <= worker.sent / partitions - _BYTES < 512  # headers
         assert 0 <= worker.received / partitions - _BYTES < 512
         # Each partition has two workers, and one of the servers.
-        assert sum(one.sent + one.received for one in servers) / partitions / 4 - _BYTES < 512
+        both = sum(one.sent + one.received for one in servers) / partitions / 4
+        assert 0 <= both - _BYTES < 512
         for one in counts:  # as many as a segment of loopback has, on average
             assert one.sent / one.send_calls > 64 << 10
             assert one.received / one.receive_calls > 64 << 10

@@ -559,9 +559,9 @@ def test_send_buffers_are_chosen_by_address_unless_given(
     """At both ends. The test imitates whether an address is a loopback address."""
     for module in ("bpsx.system.address", "bpsx.transports.sockets.buffers"):
         monkeypatch.setattr(f"{module}.is_loopback", lambda host: loopback)
-    monkeypatch.setattr("bpsx.transports.sockets.buffers.round_trip", lambda made: 0.001)
+    monkeypatch.setattr("bpsx.transports.sockets.buffers.round_trip", lambda made: 0.0005)
     before = _sockets()
-    worker, lane = network_pair(make, send_buffer=given)
+    worker, lane = network_pair(make, "127.0.0.2", send_buffer=given)  # the worker's is 127.0.0.1
     w, s = DataPlane(worker), DataPlane(lane)
     assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
     buffers = [size for fd, size in _sockets().items() if fd not in before]
@@ -576,5 +576,31 @@ def test_send_buffers_are_chosen_by_address_unless_given(
     assert sorted(buffers) == sorted(
         [2 * min(70_000 if fits else wanted, most), 2 * min(wanted, most)]
     )
+    worker.close()
+    lane.close()
+
+
+@pytest.mark.parametrize("way", ["shared-tcp", "threaded-tcp", "threaded-shared-tcp"])
+def test_endpoints_around_others_hand_the_rate_of_links_on(monkeypatch, way):
+    for module in ("bpsx.system.address", "bpsx.transports.sockets.buffers"):
+        monkeypatch.setattr(f"{module}.is_loopback", lambda host: False)
+    monkeypatch.setattr("bpsx.transports.sockets.buffers.round_trip", lambda made: 0.0)
+    made = functools.partial(tcp_endpoint, send_buffer=None)
+    # Without a slot in shared memory, all messages take the network.
+    inner = (lambda: SharedEndpoint(made(), slots=0)) if "shared" in way else made
+    worker = threaded_endpoint(inner) if "threaded" in way else inner()
+    lane = inner()
+    lane.join(77, 0)
+    worker.join(77, 5)
+    before = _sockets()
+    worker.connect(0, lane.bind("127.0.0.2"))
+    w, s = DataPlane(worker), DataPlane(lane)
+    assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
+    worker.fit_buffers(70e6)
+    # The second answer arrives after the thread that drives has looked for news.
+    for word in (b"more", b"last"):
+        assert w.send(0, word) == 0 and s.receive() == (5, word, None)
+        assert s.send(5, word) == 0 and w.receive() == (0, word, None)
+    assert 2 * 70_000 in [size for fd, size in _sockets().items() if fd not in before]
     worker.close()
     lane.close()

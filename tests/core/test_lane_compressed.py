@@ -101,6 +101,25 @@ def test_the_average_of_the_same_is_the_same(rig, name: str) -> None:
             assert answer.body == wire
 
 
+@pytest.mark.parametrize("workers", [57, 58, 59])
+def test_sums_of_onebit_are_the_same_whether_a_lane_keeps_pushes_or_not(rig, workers: int) -> None:
+    """A lane keeps those of 58 workers, 8000 bytes for 1000 elements, and adds others at once."""
+    r, rng = rig(workers=workers), np.random.default_rng(5)
+    register(r, 0, {"compressor": "onebit", "scaling": True})
+    for round_ in range(3):
+        total = np.zeros(N, np.float32)
+        for rank in range(workers):
+            push = reference.onebit_encode((G * rng.normal(0, 1, N)).astype(np.float32), True)
+            r.push(rank, 0, push, flags=PACKED, round_=round_, divisor=workers)
+            total += reference.onebit_decode(push, N, "float32")
+        want = reference.onebit_encode(total / np.float32(workers), True)
+        for answer in answers(r):
+            assert answer.body[8:] == want[8:]
+            assert np.frombuffer(answer.body[:8]) == pytest.approx(
+                np.frombuffer(want[:8]), rel=1e-5
+            )
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_undecodable_data_fails_the_round_by_name_and_the_next_one_is_right(rig, name: str) -> None:
     params, wire = CODECS[name]

@@ -1,7 +1,8 @@
 /* Counts a process's system calls on sockets and descriptors, and the bytes that it copies.
 
-   Preloaded (LD_PRELOAD) into the processes of a job. Each process writes into its own file of the
-   folder COUNTS, which is mapped, so that others can read it at any time: see counting.py. */
+   Preloaded (LD_PRELOAD) into the processes of a job. Each process that is
+   started writes into its own file of the folder COUNTS, which is mapped, so that others can read it
+   at any time: see counting.py. A fork counts into its parent's. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -16,7 +17,7 @@
 #include <unistd.h>
 
 /* Shorter copies are those of headers and of the rest of the process. */
-#define LONG (64 << 10)
+#define LONG (4 << 10)
 
 enum { SENT, SEND_CALLS, RECEIVED, RECEIVE_CALLS, WAITS, EVENTS, COPIED, N };
 

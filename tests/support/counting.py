@@ -12,7 +12,11 @@ _SOURCE = Path(__file__).with_suffix(".c")
 
 
 class Counts(NamedTuple):
-    """Of one process, since it began. ``copied``: bytes of copies of 64 KiB and more."""
+    """Of one process, since it began.
+
+    ``copied``: bytes of copies of 4 KiB and more that the C library makes. Those of 1 MiB and more
+    may be bpsx's own.
+    """
 
     sent: int
     send_calls: int
@@ -21,11 +25,6 @@ class Counts(NamedTuple):
     waits: int
     events: int
     copied: int
-
-    @property
-    def calls(self) -> int:
-        """System calls on sockets and descriptors."""
-        return self.send_calls + self.receive_calls + self.waits + self.events
 
     def since(self, before: Counts) -> Counts:
         """What was counted after ``before``."""

@@ -31,7 +31,8 @@ class _Noted:
 
     def __init__(self, made: socket.socket, asked: list[int]) -> None:
         self._made, self._asked = made, asked
-        self.getsockname, self.getsockopt = made.getsockname, made.getsockopt
+        self.getsockname, self.getpeername = made.getsockname, made.getpeername
+        self.getsockopt = made.getsockopt
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_SNDBUF)
@@ -71,10 +72,37 @@ def test_only_a_near_peer_has_a_fixed_size_by_default(monkeypatch, given, second
 
 
 @pytest.mark.parametrize(
-    ("rate", "size"), [(1e6, 64 << 10), (100e6, 100_000), (229e6, 229_000), (1e9, 224 << 10)]
+    ("given", "seconds", "host", "holds"),
+    [
+        (None, 0.0, "10.0.0.2", 1e-3),
+        (None, 0.0004, "10.0.0.2", 1e-3),
+        (None, 0.0015, "10.0.0.2", 3e-3),
+        (None, 0.0, "10.0.0.1", 0),
+        (None, _FAR, "10.0.0.2", 0),
+        (100_000, 0.0, "10.0.0.2", 0),
+        (0, 0.0, "10.0.0.2", 0),
+    ],
 )
-def test_a_fitted_buffer_holds_a_millisecond_within_bounds(rate, size):
-    assert buffers.fitted(rate) == size
+def test_only_default_sizes_for_near_machines_may_be_fitted(
+    monkeypatch, given, seconds, host, holds
+):
+    class Made:
+        def getsockname(self):
+            return "10.0.0.1", 1
+
+        def getpeername(self):
+            return host, 2
+
+        def setsockopt(self, *_):
+            pass
+
+    monkeypatch.setattr(buffers, "round_trip", lambda made: seconds)
+    assert buffers.size_send_buffer(Made(), given) == holds
+
+
+def test_nothing_is_fitted_on_loopback():
+    with connected() as made:
+        assert buffers.size_send_buffer(made, None) == 0
 
 
 def test_a_peer_on_loopback_is_near_however_busy_the_machine_is(monkeypatch):

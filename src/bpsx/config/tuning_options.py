@@ -58,10 +58,10 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         integer(4096),
         PARTITION_BYTES,
         "a whole number of bytes, at least 4096",
-        "Maximum size of a partition (in whole pages); tensors are cut into partitions. Tensors"
-        " whose compressor keeps state have partitions of twice this size. With the default, the"
-        " job measures its links and takes smaller partitions on slow ones (BPSX_AUTOTUNE). Must be"
-        " the same on all workers.",
+        "Maximum size of a partition (in whole pages); tensors are cut into partitions. Compressed"
+        " tensors have partitions of twice this size, unless they travel as halves (fp16) or"
+        " factors (PowerSGD). With the default, the job measures its links and takes smaller"
+        " partitions on slow ones (BPSX_AUTOTUNE). Must be the same on all workers.",
         TUNING,
     ),
     Option(

@@ -44,8 +44,8 @@ Encoder = Callable[..., int]
 Decoder = Callable[..., int]
 #: sum(pushes, stride, count, divisor, e, wire, scratch, state, options, n, counter, factor) ->
 #: bytes written. Does what decoding ``count`` pushes one after the other, dividing by ``divisor``
-#: and encoding would do, to the same bits. pushes: uint8, each of them ``stride`` bytes after the
-#: one before it. The others are as for an encoder.
+#: (1 or more) and encoding would do, to the same bits. pushes: uint8, each of them ``stride`` bytes
+#: after the one before it. The others are as for an encoder.
 Summer = Callable[..., int]
 
 

@@ -120,7 +120,9 @@ class Partitions(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return the choice of a job with these options."""
-        return cls(config.partition_bytes, tunes_partitions(fingerprint(config), 2, False))
+        return cls(
+            config.partition_bytes, tunes_partitions(fingerprint(config), 2, config.asynchronous)
+        )
 
     def size(self, method: str, cluster: Cluster) -> int:
         """Return the bytes of a partition on these machines."""

@@ -15,13 +15,13 @@ from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport Compressed, KeyState, Share, fail_sum, memory_for
 
 
-cdef enum:
-    MOST_KEPT = 64              # senders whose pushes are kept: onebit's have 8 bytes per element
-
-
 cdef inline bint keeps_pushes(const Lane *lane, const Packed *p) noexcept nogil:
-    """Whether the pushes of a key are kept until all are there, and then summed in one pass."""
-    return p.sum != NULL and lane.settings.senders <= MOST_KEPT
+    """Whether the pushes of a key are kept until all are there, and then summed in one pass.
+
+    Not if all pushes have more than twice the bytes of the accumulator that they replace: with
+    onebit, those of 64 senders, or a few elements.
+    """
+    return p.sum != NULL and lane.settings.senders * p.capacity <= 2 * p.n * p.wide_itemsize
 
 
 cdef inline uint64_t stride_of(const Packed *p) noexcept nogil:
@@ -134,17 +134,22 @@ cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     """
     cdef Packed *p = e.compressed.packed
     cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
-    if wire == NULL or lane.settings.shrinks and not keep_before(e.compressed):
+    if (
+        wire == NULL
+        or not grow_scratch(&lane.scratch.at, &lane.scratch.size, p.scratch)
+        or lane.settings.shrinks and not keep_before(e.compressed)
+    ):
         free(wire)
         return NULL
     if p.counted:
-        # The reply has the pushes' counter, which is incremented below.
+        # The reply has the pushes' counter; encoding increments it.
         p.counter = e.compressed.counter - 1
         p.options[ALIKE] = p.sparse and e.compressed.alike
     if keeps_pushes(lane, p):
         p.counter += 1
         p.size = p.sum(
-            <uint8_t *>e.compressed.acc, stride_of(p), e.round.added, e.operation.divisor,
+            <uint8_t *>e.compressed.acc, stride_of(p), e.round.added,
+            max(e.operation.divisor, <uint32_t>1),
             p.residual, wire, <uint8_t *>lane.scratch.at + p.aside, p.state, p.options, p.n,
             p.counter, correction(p, e.compressed.rate)
         )

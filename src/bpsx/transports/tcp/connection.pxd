@@ -33,8 +33,13 @@ cdef extern from *:
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
 
 cdef enum:
-    # Bytes read ahead, beyond the body in progress; small messages arrive many at a time.
+    # Bytes read ahead, beyond the body in progress: small messages arrive many at a time. What
+    # belongs to a body is copied from there, so less is read ahead until some messages in a row
+    # have had short bodies.
     BUFFER = 64 << 10
+    BUFFER_AMONG_LONG = 1 << 10
+    LONG = 16 << 10
+    SHORT_IN_A_ROW = 4
     # Messages from ready connections before epoll is asked again: other connections may be readable
     # or writable by then.
     LOOK_EVERY = 16
@@ -68,19 +73,20 @@ cdef struct Connection:
     bint ready                  # in the list of connections that may have data to read
     bint drained                # the last read was short, so the socket is empty
     bint wants_out              # epoll reports when the socket is writable
-    bint fits                   # its send buffer may be fitted to the links
+    double holds                # seconds of the links that its send buffer holds if it is fitted
     Outgoing *first             # queue of messages not fully written
     Outgoing *last
     # Message being read: head, then body at a multiple of 64 bytes.
     char *block
     Prefix prefix
     size_t filled               # bytes read, of head and body together
+    int shorts                  # messages with short bodies since the latest long one
     size_t begin                # bytes of `buffer` not yet used: from `begin` to `end`
     size_t end
     char buffer[BUFFER]
 
 cdef struct EndpointState:
-    Monitor monitor             # guards `new`
+    Monitor monitor             # guards `new` and `rate`
     int epoll
     int wake_fd
     bint woken                  # wake was called, and no wait has ended since
@@ -88,8 +94,10 @@ cdef struct EndpointState:
     uint64_t most_bytes
     int64_t malformed
     int64_t n_new               # 0: take_new() has nothing to do
-    int64_t fitted              # bytes of send buffers that fit the links; 0: not known
-    int64_t given               # bytes that the connections in `all` got of it
+    double rate                 # bytes per second that send buffers are fitted to; 0: none
+    double fitted               # ... those of the connections in `all`
+    int64_t least_buffer        # bounds of fitted send buffers
+    int64_t most_buffer
     Connection *new
     Connection *all
     Connection *ready_first
@@ -187,10 +195,11 @@ cdef inline void end(EndpointState *s, Connection *c) noexcept nogil:
     free(c)
 
 
-cdef inline void fit(Connection *c, int64_t fitted) noexcept nogil:
-    """Give the connection a send buffer that fits the links."""
-    cdef int size = <int>fitted
-    if c.fits and not c.dead and size:
+cdef inline void fit(EndpointState *s, Connection *c, double rate) noexcept nogil:
+    """Give the connection a send buffer that fits links of ``rate`` bytes per second."""
+    cdef double wanted = rate * c.holds
+    cdef int size = <int>min(max(wanted, <double>s.least_buffer), <double>s.most_buffer)
+    if wanted > 0 and not c.dead:
         setsockopt(c.fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof(size))
 
 
@@ -198,18 +207,18 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
     """Take over what other threads have left since the last call: connections, fitted buffers."""
     cdef Connection *c
     cdef Connection *following
-    cdef int64_t fitted
+    cdef double rate
     if atomic_load(&s.n_new) == 0:
         return
     lock(&s.monitor)
     c, s.new = s.new, NULL
-    fitted = s.fitted
+    rate = s.rate
     atomic_store(&s.n_new, 0)
     unlock(&s.monitor)
-    if s.given != fitted:
-        s.given, following = fitted, s.all
+    if s.fitted != rate:
+        s.fitted, following = rate, s.all
         while following != NULL:
-            fit(following, fitted)
+            fit(s, following, rate)
             following = following.next
     while c != NULL:
         following = c.next
@@ -222,7 +231,7 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
             and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
         ):
             s.peers.at[c.peer] = c
-            fit(c, fitted)
+            fit(s, c, rate)
         else:
             c.dead = True
             let_go(c)

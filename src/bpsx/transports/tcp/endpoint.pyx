@@ -34,7 +34,8 @@ from bpsx.transports.tcp.send cimport (
 from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
-from bpsx.transports.sockets.buffers import fitted, size_send_buffer
+from bpsx.system.address import NETWORK_SEND_BUFFER
+from bpsx.transports.sockets.buffers import LEAST, size_send_buffer
 from bpsx.transports.sockets.congestion import check_congestion, choose_congestion
 
 log = logging.getLogger("bpsx.connections")
@@ -160,8 +161,8 @@ cdef class TcpEndpoint(ListeningEndpoint):
     """Endpoint with one TCP connection per peer.
 
     See :mod:`bpsx.transports.base` for the interface. Not thread-safe, except :meth:`wake`,
-    :meth:`lost`, and :meth:`close` after the driving thread has stopped. ``io_threads`` is unused;
-    ZeroMQ's endpoint has the same argument.
+    :meth:`lost`, :meth:`fit_buffers`, and :meth:`close` after the driving thread has stopped.
+    ``io_threads`` is unused; ZeroMQ's endpoint has the same argument.
     """
     cdef EndpointState state
     cdef object send_buffer
@@ -195,6 +196,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
             &self.state.monitor, encrypt
         )
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
+        self.state.least_buffer, self.state.most_buffer = LEAST, NETWORK_SEND_BUFFER
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = tcp_send, tcp_receive, tcp_release
         self.table.wait, self.table.wake = tcp_wait, tcp_wake
@@ -225,7 +227,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
             made.close()
             raise MemoryError("no memory for a connection")
         listener.prepare(made, self.interval, self.timeout)
-        c.fits = size_send_buffer(made, self.send_buffer)
+        c.holds = size_send_buffer(made, self.send_buffer)
         choose_congestion(made, self.congestion)
         c.peer, c.fd = peer, made.detach()
         lock(&self.state.monitor)
@@ -239,9 +241,8 @@ cdef class TcpEndpoint(ListeningEndpoint):
 
         Those of a size that was given stay. Any thread may call it.
         """
-        cdef int64_t found = fitted(rate)
         lock(&self.state.monitor)
-        self.state.fitted = found
+        self.state.rate = rate
         atomic_store(&self.state.n_new, 1)
         unlock(&self.state.monitor)
         tcp_wake(&self.state)

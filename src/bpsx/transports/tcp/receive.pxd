@@ -8,7 +8,8 @@ from libc.string cimport memcpy, memmove, memset
 from bpsx.system.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
 from bpsx.transports.tcp.connection cimport (
-    BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, EndpointState, iovec, msghdr, recvmsg,
+    BUFFER, BUFFER_AMONG_LONG, LONG, MOST_HEAD, MSG_DONTWAIT, SHORT_IN_A_ROW, Connection, Prefix,
+    EndpointState, iovec, msghdr, recvmsg,
 )
 from bpsx.transports.sockets.peers cimport aligned
 
@@ -57,6 +58,7 @@ cdef inline int begin_message(EndpointState *s, Connection *c) noexcept nogil:
         return -1
     c.begin += sizeof(Prefix)
     c.filled = 0
+    c.shorts = 0 if c.prefix.body_size >= LONG else min(c.shorts + 1, <int>SHORT_IN_A_ROW)
     return 0
 
 
@@ -83,6 +85,7 @@ cdef inline int read_more(Connection *c) noexcept nogil:
     cdef iovec pieces[3]
     cdef int n = 0
     cdef size_t rest = 0
+    cdef size_t room = BUFFER if c.shorts == SHORT_IN_A_ROW else BUFFER_AMONG_LONG
     cdef ssize_t got
     if c.block != NULL:
         if c.filled < c.prefix.head_size:
@@ -103,7 +106,8 @@ cdef inline int read_more(Connection *c) noexcept nogil:
         memmove(c.buffer, c.buffer + c.begin, c.end - c.begin)
         c.end -= c.begin
         c.begin = 0
-    pieces[n].iov_base, pieces[n].iov_len = c.buffer + c.end, BUFFER - c.end
+    # Less than a prefix is left over there.
+    pieces[n].iov_base, pieces[n].iov_len = c.buffer + c.end, room - c.end
     got = receive_pieces(c, pieces, n + 1)
     if got <= 0:
         return <int>got
