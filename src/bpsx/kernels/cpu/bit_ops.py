@@ -157,14 +157,15 @@ def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     )
 
 
-def _signed_vector(
-    builder: ir.IRBuilder, kind: ir.Type, word: ir.Value, x: ir.Value
-) -> tuple[ir.Type, ir.Value]:
-    """Return 32 floats ``x``, negated where a bit of ``word`` is set, after their vector's type."""
-    vector = ir.VectorType(kind, 32)
+def _with_signed(builder: ir.IRBuilder, args: Any, add: bool) -> None:
+    """Set 32 floats, or add to them. ``args``: pointer, index, word of signs, magnitude."""
+    pointer, i, word, x = args
     negative = builder.bitcast(word, ir.VectorType(_I1, 32))
-    minus, plus = _splat(builder, builder.fneg(x), 32), _splat(builder, x, 32)
-    return vector, builder.select(negative, minus, plus)
+    values = builder.select(negative, _splat(builder, builder.fneg(x), 32), _splat(builder, x, 32))
+    first = builder.bitcast(builder.gep(pointer, [i]), values.type.as_pointer())
+    if add:
+        values = builder.fadd(builder.load(first, align=1), values)
+    builder.store(values, first, align=1)
 
 
 @intrinsic
@@ -174,9 +175,7 @@ def set_signed(
     """Set the 32 floats from index ``i`` on to ``x``, negated where a bit of ``word`` is set."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        kind, values = _signed_vector(builder, args[3].type, args[2], args[3])
-        first = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
-        builder.store(values, first, align=1)
+        _with_signed(builder, args, add=False)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, types.uint32, pointer.dtype), codegen
@@ -189,9 +188,7 @@ def add_signed(
     """Add to the 32 floats from index ``i`` on what :func:`set_signed` would set them to."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        kind, values = _signed_vector(builder, args[3].type, args[2], args[3])
-        first = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
-        builder.store(builder.fadd(builder.load(first, align=1), values), first, align=1)
+        _with_signed(builder, args, add=True)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, types.uint32, pointer.dtype), codegen
