@@ -119,11 +119,15 @@ def test_all_servers_are_asked_to_leave_at_once(transport):
         job.begin()
         for server in job.servers:
             ask_to_leave(server)
-        job.await_line("ended")
+        assert job.scheduler is not None
+        job.scheduler.wait_for_line("leaves the job", count=2)
+        log = job.scheduler.text()
+        left = [s for s in job.servers if f"pid {s.popen.pid}) leaves the job" in log]
+        (stayed,) = (server for server in job.servers if server not in left)
+        stayed.wait_for_line("has to stay")  # it may hear SIGTERM last, when the job is over
         job.end_well(terms=2)
-        left = [server for server in job.servers if "other servers take" in server.text()]
-        stayed = [server for server in job.servers if "has to stay" in server.text()]
-        assert len(left) == 2 and len(stayed) == 1, job.everything()
+        assert all("other servers take" in server.text() for server in left), job.everything()
+        assert not any("has to stay" in server.text() for server in left), job.everything()
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
