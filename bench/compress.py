@@ -12,7 +12,6 @@ Rows ``lane-*`` are a server's work: :mod:`bench.compress_sum`.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import itertools
 import statistics
@@ -22,32 +21,13 @@ from collections.abc import Callable
 import numpy as np
 
 from bench import compress_gpu, compress_sum, end_to_end
+from bench.codec_partition import BYTES, N, Partition, copies
 from bench.compress_gpu import Row
 from bench.jobs import progress
 from bench.report import BenchError, Case, Draw, median_case
-from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
 
-_N = 1_024_000
-_BYTES = 4 * _N
 #: Number of partitions that take turns.
 _MANY = 16
-_MU = 0.9
-_ENCODE = ctypes.CFUNCTYPE(
-    ctypes.c_int64,
-    *[ctypes.c_void_p] * 7,
-    ctypes.c_int64,
-    ctypes.c_uint64,
-    ctypes.c_double,
-    ctypes.c_double,
-)
-_DECODE = ctypes.CFUNCTYPE(
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    *[ctypes.c_void_p] * 3,
-    ctypes.c_int64,
-    ctypes.c_int64,
-)
 
 
 _ONEBIT, _SCALED, _TOPK, _RANDOMK = {}, {"scaling": True}, {"k": 0.01}, {"k": 0.01, "seed": 1}
@@ -117,7 +97,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             f" {', '.join(row.case for row in (*ROWS, *compress_sum.ROWS))}"
         )
     progress("compiling, the first time")
-    loops: dict[str, Callable[[], object]] = {"memcpy": _memcpy()}
+    loops: dict[str, Callable[[], object]] = {"memcpy": copies(_MANY)}
     sizes = {}
     for row in rows:
         loops[row.case], sizes[row.case] = _loop(row)
@@ -129,103 +109,40 @@ def run(options: argparse.Namespace) -> list[Case]:
             "memcpy",
             rates["memcpy"],
             "GB/s",
-            note=f"{_MANY} partitions of {_BYTES:,} B in turn, one thread; each byte counted once",
+            note=f"{_MANY} partitions of {BYTES:,} B in turn, one thread; each byte counted once",
         )
     ]
-    return (
-        cases
-        + [
-            median_case(
-                row.case,
-                rates[row.case],
-                "GB/s",
-                peer=copied,
-                target=row.target,
-                note=f"{100 * sizes[row.case] / _BYTES:.3g} % of the bytes; memcpy",
-            )
-            for row in rows
-        ]
-        + compress_sum.cases(lanes, turns)
-    )
+    cases += [
+        median_case(
+            row.case,
+            rates[row.case],
+            "GB/s",
+            peer=copied,
+            target=row.target,
+            note=f"{100 * sizes[row.case] / BYTES:.3g} % of the bytes; memcpy",
+        )
+        for row in rows
+    ]
+    return cases + compress_sum.cases(lanes, turns)
 
 
 def _gradients() -> list[np.ndarray]:
-    return [np.random.default_rng(i).standard_normal(_N).astype(np.float32) for i in range(_MANY)]
-
-
-def _memcpy() -> Callable[[], object]:
-    pairs = [(np.empty_like(g), g) for g in _gradients()]
-    turns = itertools.cycle(
-        [(target.ctypes.data, source.ctypes.data, _BYTES) for target, source in pairs]
-    )
-
-    def loop(keep: object = pairs) -> None:
-        """Copy the next partition; ``keep`` holds the memory that the addresses point to."""
-        ctypes.memmove(*next(turns))
-
-    return loop
-
-
-class _Partition:
-    """A gradient, and the state that the core keeps of a partition."""
-
-    def __init__(self, row: Row, gradient: np.ndarray) -> None:
-        made = codec(row.compressor)
-        numbers = made.numbers(made.options(row.options))
-        self.compiled = load_codec(row.compressor, "float32", row.residual, row.momentum)
-        self.encode, self.decode = _ENCODE(self.compiled.encode), _DECODE(self.compiled.decode)
-        self.options = np.array([*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), 1], np.int64)
-        self.gradient, self.residual, self.momentum = (
-            gradient,
-            np.zeros(_N, np.float32),
-            np.zeros(_N, np.float32),
-        )
-        self.wire = np.zeros(made.capacity(_N, numbers) + SLACK, np.uint8)
-        scratch = np.zeros(made.scratch(_N, numbers) + 64, np.uint8)
-        self.scratch = scratch[-scratch.ctypes.data % 64 :]
-        self.state, self.counter = np.zeros(N_STATE), 0
-        self.size = self.compress()
-
-    def compress(self) -> int:
-        """Encode the gradient. Returns the number of bytes written."""
-        self.counter += 1
-        return int(
-            self.encode(
-                self.gradient.ctypes.data,
-                self.residual.ctypes.data,
-                self.momentum.ctypes.data,
-                self.wire.ctypes.data,
-                self.scratch.ctypes.data,
-                self.state.ctypes.data,
-                self.options.ctypes.data,
-                _N,
-                self.counter,
-                1.0,
-                _MU,
-            )
-        )
-
-    def decompress(self) -> None:
-        """Decode into the gradient's memory."""
-        if (
-            self.decode(
-                self.wire.ctypes.data,
-                self.size,
-                self.gradient.ctypes.data,
-                self.scratch.ctypes.data,
-                self.options.ctypes.data,
-                _N,
-                0,
-            )
-            != 0
-        ):
-            raise BenchError("a codec rejects its own encoded bytes")
+    return [np.random.default_rng(i).standard_normal(N).astype(np.float32) for i in range(_MANY)]
 
 
 def _loop(row: Row) -> tuple[Callable[[], object], int]:
-    partitions = [_Partition(row, g) for g in _gradients()]
-    turns = itertools.cycle([p.decompress if row.decode else p.compress for p in partitions])
-    return lambda: next(turns)(), partitions[0].size
+    partitions = [
+        Partition(row.compressor, row.options, g, row.residual, row.momentum) for g in _gradients()
+    ]
+    sizes = [p.encode() for p in partitions]
+
+    def decoding(p: Partition, size: int) -> Callable[[], object]:
+        return lambda: p.decode(p.wire, size)
+
+    turns = itertools.cycle(
+        [decoding(p, n) if row.decode else p.encode for p, n in zip(partitions, sizes)]
+    )
+    return lambda: next(turns)(), sizes[0]
 
 
 def _measure(loops: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
@@ -236,5 +153,5 @@ def _measure(loops: dict[str, Callable[[], object]], turns: int) -> dict[str, li
             before = time.perf_counter()
             for _ in range(_MANY):
                 loop()
-            rates[name].append(_BYTES * _MANY / (time.perf_counter() - before) / 1e9)
+            rates[name].append(BYTES * _MANY / (time.perf_counter() - before) / 1e9)
     return rates

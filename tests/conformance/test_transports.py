@@ -568,7 +568,7 @@ def test_send_buffers_are_chosen_by_address_unless_given(
     most = int(Path("/proc/sys/net/core/wmem_max").read_text())
     # the kernel doubles the requested size
     assert buffers == [2 * min(wanted, most)] * 2
-    # Links of 70 MB/s are slow. Only the worker is told, and its transport may not be able to.
+    # The worker hears that its links carry 70 MB/s. ZeroMQ cannot fit the buffers, TCP can.
     worker.fit_buffers(70e6)
     assert w.send(0, b"again") == 0 and s.receive() == (5, b"again", None)
     fits = make is tcp_endpoint and given is None and not loopback

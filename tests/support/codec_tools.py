@@ -117,26 +117,25 @@ class Coder:
 
     def encode(self, g: np.ndarray, factor: float = 1.0, mu: float = 0.9) -> bytes:
         """Return the encoded bytes of ``g``."""
-        self.counter += 1
-        wire, before = self._wire.last(self.capacity + SLACK), g.tobytes()
-        wire[:] = 0xEE
-        size = self._encode(
-            g.ctypes.data,
-            self.residual.ctypes.data,
-            self.momentum.ctypes.data,
-            wire.ctypes.data,
-            self._scratch_at(),
-            self.state.ctypes.data,
-            self.options.ctypes.data,
-            self.n,
-            self.counter,
-            factor,
-            mu,
-        )
+        before = g.tobytes()
+        kept = [array.ctypes.data for array in (g, self.residual, self.momentum)]
+        size = self._encode(*kept, *self._coding(factor), mu)
         assert 0 <= size <= self.capacity
         assert g.tobytes() == before, "the gradient was written to"
+        return self._written(size)
+
+    def _coding(self, factor: float) -> tuple:
+        """Count an encoding; return the arguments that encoders and summers share, in order."""
+        self.counter += 1
+        wire = self._wire.last(self.capacity + SLACK)
+        wire[:] = 0xEE
+        at = wire.ctypes.data, self._scratch_at(), self.state.ctypes.data, self.options.ctypes.data
+        return *at, self.n, self.counter, factor
+
+    def _written(self, size: int) -> bytes:
+        """Return what was encoded, if nothing else was written to."""
         assert all(unharmed(kept[0]) for kept in self._kept)
-        return wire[:size].tobytes()
+        return self._wire.last(self.capacity + SLACK)[:size].tobytes()
 
     def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
         """Decode ``wire``, added to ``add_to`` if given; None if the codec refuses it."""
@@ -163,7 +162,7 @@ class Coder:
 
 
 class Summed(Coder):
-    """What a lane has of a partition whose codec sums all pushes at once."""
+    """A lane's codec of one partition, with the function that sums all pushes at once."""
 
     def __init__(self, name: str, options: dict, n: int, wide: str, residual: bool) -> None:
         super().__init__(name, options, n, wide, residual)
@@ -172,32 +171,19 @@ class Summed(Coder):
 
     def sum(self, pushes: list[bytes], divisor: int, factor: float = 1.0) -> bytes:
         """Return the encoded sum of ``pushes``, by ``divisor``."""
-        self.counter += 1
         stride = (self.capacity + SLACK + 63) // 64 * 64
-        edge, wire = Edge(stride * len(pushes)), self._wire.last(self.capacity + SLACK)
+        edge = Edge(stride * len(pushes))
         room = edge.last(stride * len(pushes))
-        room[:], wire[:] = 0x77, 0xEE
+        room[:] = 0x77
         for i, push in enumerate(pushes):
             room[i * stride : i * stride + len(push)] = np.frombuffer(push, np.uint8)
-        given = room.tobytes()
+        given, residual = room.tobytes(), self.residual.ctypes.data
         size = self._sum(
-            room.ctypes.data,
-            stride,
-            len(pushes),
-            divisor,
-            self.residual.ctypes.data,
-            wire.ctypes.data,
-            self._scratch_at(),
-            self.state.ctypes.data,
-            self.options.ctypes.data,
-            self.n,
-            self.counter,
-            factor,
+            room.ctypes.data, stride, len(pushes), divisor, residual, *self._coding(factor)
         )
         assert size == self.capacity
         assert room.tobytes() == given, "the pushes were written to"
-        assert all(unharmed(kept[0]) for kept in self._kept)
-        return wire[:size].tobytes()
+        return self._written(size)
 
 
 def same(got: np.ndarray, want: np.ndarray) -> bool:

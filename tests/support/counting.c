@@ -1,8 +1,8 @@
 /* Counts a process's system calls on sockets and descriptors, and the bytes that it copies.
 
-   Preloaded (LD_PRELOAD) into the processes of a job. Each process that is
-   started writes into its own file of the folder COUNTS, which is mapped, so that others can read it
-   at any time: see counting.py. A fork counts into its parent's. */
+   Preloaded (LD_PRELOAD) into the processes of a job. Each process that is started counts in its
+   own file of the folder COUNTS. The file is mapped, so others can read it at any time: see
+   counting.py. A forked child counts in its parent's file. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

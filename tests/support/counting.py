@@ -27,7 +27,7 @@ class Counts(NamedTuple):
     copied: int
 
     def since(self, before: Counts) -> Counts:
-        """What was counted after ``before``."""
+        """Return these numbers less those of ``before``."""
         return Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
