@@ -39,7 +39,12 @@ def counting(folder: Path) -> dict[str, str]:
     subprocess.run([*compiler, str(_SOURCE), "-o", str(library), *flags], check=True)
     counts = folder / "counts"
     counts.mkdir()
-    return {"LD_PRELOAD": str(library), "COUNTS": str(counts)}
+    paths = [str(_SOURCE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "LD_PRELOAD": str(library),
+        "COUNTS": str(counts),
+        "PYTHONPATH": os.pathsep.join(paths),  # for counted()
+    }
 
 
 def counted(pid: int) -> Counts:
