@@ -9,7 +9,7 @@ import logging
 import select
 from collections.abc import Mapping, Sequence
 
-from bpsx.system.awake import AwakeClock
+from bpsx.system.unexplained import Unexplained
 from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.connections")
@@ -31,16 +31,10 @@ class Broken:
         patience: float,
     ) -> None:
         """``workers``: names by rank. ``processes``: workers that share a connection to a lane."""
-        self._endpoints, self._workers, self._processes, self._patience = (
-            endpoints,
-            dict(workers),
-            processes,
-            patience,
-        )
+        self._endpoints, self._workers, self._processes = endpoints, dict(workers), processes
         self._left: set[int] = set()
-        self._clock = AwakeClock(patience)
-        # Time of the loss and its text, by peer number.
-        self._lost: dict[int, tuple[float, str]] = {}
+        self._patience = patience
+        self._lost = Unexplained(patience)
         self._epoll = select.epoll()
         for endpoint in endpoints:
             self._epoll.register(endpoint.watch(), select.EPOLLIN)
@@ -60,12 +54,10 @@ class Broken:
                     self._workers[rank],
                     endpoint.address,
                 )
-                self._lost[peer] = (
-                    self._clock.now(),
-                    (
-                        f"{self._workers[rank]} is gone: its connection to the lane at"
-                        f" {endpoint.address} broke"
-                    ),
+                self._lost.note(
+                    peer,
+                    f"{self._workers[rank]} is gone: its connection to the lane at"
+                    f" {endpoint.address} broke",
                 )
 
     @property
@@ -75,28 +67,21 @@ class Broken:
 
     def restart(self) -> None:
         """Give the scheduler the whole time again: there was none until now."""
-        now = self._clock.now()
-        self._lost = {peer: (now, text) for peer, (_, text) in self._lost.items()}
+        self._lost.restart(self._patience)
 
     def left(self, rank: int) -> None:
         """Record that worker ``rank`` has left, as the scheduler reports."""
         self._left.add(rank // self._processes)
-        self._lost.pop(rank // self._processes, None)
+        self._lost.explain(rank // self._processes)
 
     def came(self, rank: int, name: str) -> None:
         """Record that worker ``rank`` has entered the job, perhaps in the place of a lost one."""
         self._workers[rank] = name
         self._left.discard(rank // self._processes)
-        self._lost.pop(rank // self._processes, None)
+        self._lost.explain(rank // self._processes)
 
     def verdict(self) -> str:
         """Describe the loss that the scheduler should have explained by now; empty if none."""
-        if not self._lost:
-            return ""
-        since, text = min(self._lost.values())
-        late = self._clock.now() - since >= self._patience
-        return (
-            f"{text}, and the scheduler has not reported it for {self._patience:g} s"
-            if late
-            else ""
-        )
+        text = self._lost.verdict()
+        silence = f"the scheduler has not reported it for {self._patience:g} s"
+        return f"{text}, and {silence}" if text else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from bpsx.scheduler.waiting import VERDICT_SECONDS
 from bpsx.system.address import is_here
-from bpsx.system.awake import AwakeClock
+from bpsx.system.unexplained import Unexplained
 
 connections = logging.getLogger("bpsx.connections")
 #: Seconds that a scheduler has which was started again, for connections that broke before.
@@ -34,13 +34,11 @@ class Lanes:
         awake.
         """
         self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
-        self._patience = patience
-        self._clock = AwakeClock(patience)
         #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
         self.descriptor = -1
-        #: When and how a lane's connection broke, by lane; -1: a lane that has not replied yet.
-        #: Until the verdict, the session is in doubt.
-        self.broken: dict[int, tuple[float, str]] = {}
+        #: The ends of lanes' connections; -1: of a lane that has not replied yet. Until the
+        #: verdict, the session is in doubt.
+        self.broken = Unexplained(patience)
         # What the scheduler has said of each lane without which the job goes on.
         self._lost: dict[int, str] = {}
         # Lanes of servers that join the running job, until this worker has connected to them; and
@@ -133,7 +131,7 @@ class Lanes:
         if lane in self._coming:
             self.note_failure(lane, text)
             return True
-        self.broken[lane] = (self._clock.now(), text)
+        self.broken.note(lane, text)
         return True
 
     def lose(self, lanes: Iterable[int], text: str) -> None:
@@ -143,7 +141,7 @@ class Lanes:
         """
         for lane in lanes:
             self._lost[lane] = text
-            self.broken.pop(lane, None)
+            self.broken.explain(lane)
             self._coming.discard(lane)
 
     def lost(self, lane: int) -> str:
@@ -155,8 +153,7 @@ class Lanes:
 
         It is there, so it need not have the time in which it may be silent.
         """
-        since = self._clock.now() + min(0.0, _AGAIN_SECONDS - self._patience)
-        self.broken = {lane: (since, text) for lane, (_, text) in self.broken.items()}
+        self.broken.restart(_AGAIN_SECONDS)
         self._reported.clear()
 
     def take_suspects(self) -> list[tuple[int, bool]]:
@@ -165,15 +162,13 @@ class Lanes:
         With each, whether no other connection works: this worker itself is to blame, perhaps. If
         another server has joined since then, the server is returned once more.
         """
-        now, of = self._clock.now(), self.servers
+        of = self.servers
         ended = {of[lane] for lane in self.broken if lane >= 0}
         others = {of[i] for i in range(len(of)) if i not in self._lost and i not in self._coming}
         others -= ended
         if -1 in self.broken:
             return []
-        late = {
-            of[lane] for lane, (since, _) in self.broken.items() if now - since >= VERDICT_SECONDS
-        }
+        late = {of[lane] for lane in self.broken.older_than(VERDICT_SECONDS)}
         alone = not others
         news = [
             server
@@ -185,7 +180,4 @@ class Lanes:
 
     def verdict(self) -> str:
         """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
-        if not self.broken:
-            return ""
-        since, text = min(self.broken.values())
-        return text if self._clock.now() - since >= self._patience else ""
+        return self.broken.verdict()
