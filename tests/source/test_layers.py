@@ -35,8 +35,6 @@ LAYERS = {
     "planning": 13,
     "errors": 14,
 }
-#: Imports inside functions, allowed because they take seconds and few callers need them.
-LATE = {("bpsx.tensorflow.horovod.training", "bpsx.tensorflow.keras.horovod")}
 #: The package's public face: it loads the verbs of ``api`` lazily.
 FACE = "bpsx"
 #: It also loads ``plugin.arrays_elastic``. Modules that import it see only the verbs.
@@ -62,9 +60,7 @@ def test_no_import_is_circular():
     known = {module_of(path) for path in files("src")}
     arrows = {
         module_of(path): {
-            imported
-            for imported in imports(path)
-            if imported in known - {module_of(path)} and (module_of(path), imported) not in LATE
+            imported for imported in imports(path) if imported in known - {module_of(path)}
         }
         for path in files("src")
     }

@@ -21,7 +21,14 @@ MOST_WORKERS = 65535
 
 JOB_OPTIONS: tuple[Option, ...] = (
     Option(
-        "role", "DMLC_ROLE", choice(*_ROLES), None, " | ".join(_ROLES), "Role of this process.", JOB
+        "role",
+        "DMLC_ROLE",
+        choice(*_ROLES),
+        None,
+        " | ".join(_ROLES),
+        "Role of this process.",
+        JOB,
+        required=True,
     ),
     Option(
         "root_uri",
@@ -31,6 +38,7 @@ JOB_OPTIONS: tuple[Option, ...] = (
         "address or host name",
         "Address at which the scheduler listens.",
         JOB,
+        required=True,
     ),
     Option(
         "root_port",
@@ -40,6 +48,7 @@ JOB_OPTIONS: tuple[Option, ...] = (
         "0..65535",
         "Port of the scheduler. With 0 the scheduler takes a free port and prints it.",
         JOB,
+        required=True,
     ),
     Option(
         "ports",
@@ -48,7 +57,8 @@ JOB_OPTIONS: tuple[Option, ...] = (
         None,
         "LOW-HIGH, or one port",
         "Ports that this process may listen on where no other option names one: servers' lanes, a"
-        " scheduler with port 0, BPSX_METRICS_PORT=0. Default: any free port. See ports.md.",
+        " scheduler with port 0, BPSX_METRICS_PORT=0. Default: any free port. See"
+        " docs/run/ports.md.",
         JOB,
     ),
     Option(
@@ -66,8 +76,9 @@ JOB_OPTIONS: tuple[Option, ...] = (
         integer(0, 65535),
         None,
         "0..65535",
-        "Number of server processes. Required unless a single worker runs without servers.",
+        "Number of server processes.",
         JOB,
+        required=True,
     ),
     Option(
         "worker_id",
@@ -79,6 +90,7 @@ JOB_OPTIONS: tuple[Option, ...] = (
         " BPSX_ELASTIC=shrink or replace, and one process a machine, it may be missing: the"
         " scheduler then chooses a free one.",
         JOB,
+        required=True,
     ),
     Option(
         "local_rank",

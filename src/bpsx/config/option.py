@@ -21,7 +21,8 @@ class Option:
     """One option.
 
     ``parse`` converts the variable's text to the value. It raises :class:`ValueError`, and
-    ``allowed`` then says what is valid.
+    ``allowed`` then says what is valid. ``required``: without a default, a job with servers cannot
+    begin.
     """
 
     field: str
@@ -31,3 +32,4 @@ class Option:
     allowed: str
     help: str
     group: str
+    required: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 
 from bpsx.config.ignored import NOT_USED
 from bpsx.config.launchers import LAUNCHERS
-from bpsx.config.option import JOB
+from bpsx.config.option import Option
 from bpsx.config.options import OPTIONS
 from bpsx.config.torchrun_options import TORCHRUN, TORCHRUN_OPTIONS
 
@@ -19,7 +19,8 @@ def reference() -> str:
         "",
         (
             "Generated from the tables in `src/bpsx/config` by `make docs`. All options are"
-            " environment variables."
+            " environment variables. *Required* are those that each process of a job with servers"
+            " needs; launchers set them."
         ),
         "",
     ]
@@ -36,15 +37,8 @@ def reference() -> str:
             ]
         lines += ["| variable | allowed | default | meaning |", "|---|---|---|---|"]
         for o in (o for o in options if o.group == group):
-            default = (
-                "by cores"
-                if callable(o.default)
-                else (
-                    "required or unset" if o.default is None and group == JOB else _plain(o.default)
-                )
-            )
             allowed = o.allowed.replace("|", "\\|")
-            lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
+            lines.append(f"| `{o.env}` | {allowed} | {_default(o)} | {o.help} |")
         lines.append("")
     lines += [
         "## Other launchers",
@@ -78,6 +72,13 @@ def _wrapped(line: str) -> list[str]:
     if line.startswith("|"):
         return [line]
     return textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _default(option: Option) -> str:
+    """The default as the table shows it."""
+    if callable(option.default):
+        return "by cores"
+    return "*required*" if option.required else _plain(option.default)
 
 
 def _plain(default: Any) -> str:

@@ -33,8 +33,6 @@ from bpsx.telemetry.throughput import Speed, Speedometer
 
 log = logging.getLogger("bpsx.session.session")
 BARRIER = "bpsx.barrier"
-#: Most tensors named in one stall report.
-MOST_REPORTED = 256
 #: Seconds between two boundaries of a worker that waits for an agreement.
 _AGREE_SECONDS = 0.01
 

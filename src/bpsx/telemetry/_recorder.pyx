@@ -72,11 +72,6 @@ cdef class Watcher:
         atomic_store(&self.c.live, on)
         self._look()
 
-    def close_window(self) -> None:
-        """Stop recording steps of the window."""
-        self.c.window = False
-        self._look()
-
     def take(self) -> bytes:
         """The records written since the last call, as they lie in memory.
 

@@ -50,6 +50,7 @@ from bpsx.tensorflow.horovod.job import (
     size_op,
 )
 from bpsx.tensorflow.horovod.objects import allgather_object, broadcast_object, broadcast_object_fn
+from bpsx.tensorflow.horovod.optimizer import DistributedOptimizer
 from bpsx.tensorflow.horovod.reductions import (
     allreduce,
     grouped_allreduce,
@@ -59,7 +60,6 @@ from bpsx.tensorflow.horovod.reductions import (
 )
 from bpsx.tensorflow.horovod.training import (
     DistributedGradientTape,
-    DistributedOptimizer,
     PartialDistributedGradientTape,
     broadcast_variables,
 )

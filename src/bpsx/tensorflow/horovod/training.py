@@ -1,4 +1,4 @@
-"""Horovod's functions for broadcasting weights, and its tapes and optimizers."""
+"""Horovod's functions for broadcasting weights, and its tapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from bpsx.errors import ConfigError
-from bpsx.plugin.adapter import checked_passes
 from bpsx.plugin.horovod import (
     ProcessSet,
     ReduceOp,
@@ -17,13 +16,13 @@ from bpsx.plugin.horovod import (
     global_process_set,
 )
 from bpsx.tensorflow import tape as tapes
-from bpsx.tensorflow import v1, variables
+from bpsx.tensorflow import variables
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.horovod.errors import verb
 from bpsx.tensorflow.horovod.job import check_process_set
 from bpsx.tensorflow.horovod.partial import PartialExchange, Unnamed
 
-_Groups: TypeAlias = int | Sequence[Sequence[Any]] | None
+Groups: TypeAlias = int | Sequence[Sequence[Any]] | None
 
 
 @verb
@@ -117,7 +116,7 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     op: ReduceOp = ReduceOp.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: _Groups = None,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -153,7 +152,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
     op: ReduceOp = ReduceOp.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: _Groups = None,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
@@ -195,68 +194,3 @@ def weights_of(name: str, layers: Any) -> list[Any]:
             f"{name}: local_layers={layers!r}: expected a layer of Keras 3, or a list of layers"
         )
     return [weight for layer in listed for weight in layer.trainable_weights]
-
-
-def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: Any,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: ReduceOp = ReduceOp.Average,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: _Groups = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """:func:`bpsx.tensorflow.DistributedOptimizer`, with Horovod's arguments.
-
-    ``optimizer``: of Keras, for which see
-    :func:`bpsx.tensorflow.keras.horovod.DistributedOptimizer`, or of ``tf.compat.v1.train``. With
-    ``backward_passes_per_step`` the sums of so many passes are averaged over workers, and with
-    ``average_aggregated_gradients`` also over passes. Both kinds have ``register_local_var``, for a
-    variable whose gradients stay the worker's own. Other arguments are as for
-    :func:`DistributedGradientTape`. Raises :class:`ConfigError`.
-    """
-    verb_ = "DistributedOptimizer"
-    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        from bpsx.tensorflow.keras import horovod as of_keras  # Keras takes seconds to import
-
-        return of_keras.DistributedOptimizer(
-            optimizer,
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            gradient_predivide_factor,
-            op,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            num_groups,
-            groups,
-            process_set,
-            scale_local_gradients,
-        )
-    passes = checked_passes(backward_passes_per_step, verb_)
-    factor = 1 / passes if average_aggregated_gradients else 1.0
-    exchange = made_exchange(
-        verb_,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        factor=factor,
-    )
-    made = v1.distributed(optimizer, name, use_locking, exchange, passes)
-    made.register_local_var = exchange.keep_local
-    return made
