@@ -32,25 +32,21 @@ __attribute__((constructor)) static void begin(void) {
     void *at;
     int fd;
     moved = (void *(*)(void *, const void *, size_t))dlsym(RTLD_NEXT, "memmove");
-    if (folder == NULL)
-        return;
+    if (folder == NULL) return;
     snprintf(path, sizeof path, "%s/%d", folder, (int)getpid());
     fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (fd < 0 || ftruncate(fd, sizeof before) != 0)
-        abort();
+    if (fd < 0 || ftruncate(fd, sizeof before) != 0) abort();
     at = mmap(NULL, sizeof before, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
-    if (at == MAP_FAILED)
-        abort();
+    if (at == MAP_FAILED) abort();
     counts = at;
 }
 
 static void add(int which, uint64_t n) { __atomic_fetch_add(&counts[which], n, __ATOMIC_RELAXED); }
 
-#define REAL(name) \
-    static __typeof__(&name) real; \
-    if (real == NULL) \
-        real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
+#define REAL(name)                                                                                 \
+    static __typeof__(&name) real;                                                                 \
+    if (real == NULL) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
 ssize_t sendmsg(int fd, const struct msghdr *m, int flags) {
     REAL(sendmsg);
@@ -93,13 +89,10 @@ ssize_t write(int fd, const void *from, size_t size) {
 }
 
 static void *copy(void *to, const void *from, size_t size) {
-    if (size >= LONG)
-        add(COPIED, size);
-    if (moved != NULL)
-        return moved(to, from, size);
+    if (size >= LONG) add(COPIED, size);
+    if (moved != NULL) return moved(to, from, size);
     /* Before begin(). Of memmove's callers none overlaps so early. */
-    for (size_t i = 0; i < size; i++)
-        ((volatile char *)to)[i] = ((const char *)from)[i];
+    for (size_t i = 0; i < size; i++) ((volatile char *)to)[i] = ((const char *)from)[i];
     return to;
 }
 
@@ -110,7 +103,6 @@ void *memcpy(void *restrict to, const void *restrict from, size_t size) {
 void *memmove(void *to, const void *from, size_t size) { return copy(to, from, size); }
 
 void *__memcpy_chk(void *to, const void *from, size_t size, size_t room) {
-    if (size > room)
-        abort();
+    if (size > room) abort();
     return copy(to, from, size);
 }

@@ -2,15 +2,28 @@
  * streams.c. */
 #include "pretend.h"
 
-struct context { int ordinal, retained; };
+struct context {
+    int ordinal, retained;
+};
 enum kind { DEVICE, PINNED, REGISTERED };
-struct range { struct range *next; uintptr_t start; size_t bytes; enum kind kind; int ordinal; };
-struct call { char name[48]; long count, skip; int code; };
+struct range {
+    struct range *next;
+    uintptr_t start;
+    size_t bytes;
+    enum kind kind;
+    int ordinal;
+};
+struct call {
+    char name[48];
+    long count, skip;
+    int code;
+};
 
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 long delay_us;
-static int state;       /* 0 before cuInit, 1 after it, -1 in a child forked after it, where CUDA cannot be used */
+static int state; /* 0 before cuInit, 1 after it, -1 in a child forked after it, where CUDA cannot
+                     be used */
 static struct context contexts[MAX_GPUS];
 static struct range *ranges;
 static struct call calls[MAX_NAMES];
@@ -18,9 +31,18 @@ static long pageable, straddling;
 static _Thread_local struct context *stack[MAX_DEPTH];
 static _Thread_local int depth;
 
-static int number(const char *name, int otherwise) { const char *text = getenv(name); return text ? atoi(text) : otherwise; }
-static int gpus(void) { int n = number("PRETEND_GPUS", 1); return n < 0 ? 0 : n > MAX_GPUS ? MAX_GPUS : n; }
-int locked(int code) { pthread_mutex_unlock(&lock); return code; }
+static int number(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+static int gpus(void) {
+    int n = number("PRETEND_GPUS", 1);
+    return n < 0 ? 0 : n > MAX_GPUS ? MAX_GPUS : n;
+}
+int locked(int code) {
+    pthread_mutex_unlock(&lock);
+    return code;
+}
 
 /* ---- calls: counted by name, and failed on demand ---- */
 
@@ -31,7 +53,8 @@ static struct call *call_named(const char *name) {
     return c;
 }
 
-/* Counts a call and returns the error that a test requests, or 0. Also counts the calls of nccl.c. */
+/* Counts a call and returns the error that a test requests, or 0. Also counts the calls of nccl.c.
+ */
 int pretend_call(const char *name) {
     pthread_mutex_lock(&lock);
     struct call *c = call_named(name);
@@ -67,16 +90,27 @@ int enter(const char *name, enum need need) {
 }
 
 int cuGetErrorName(int code, const char **text) {
-    static const struct { int code; const char *name; } names[] = {
-        {OK, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"}, {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
-        {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {100, "CUDA_ERROR_NO_DEVICE"},
-        {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"}, {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
-        {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {NOT_READY, "CUDA_ERROR_NOT_READY"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
-        {CONTEXT_IS_DESTROYED, "CUDA_ERROR_CONTEXT_IS_DESTROYED"}, {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
-        {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}, {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
-        {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
+    static const struct {
+        int code;
+        const char *name;
+    } names[] = {{OK, "CUDA_SUCCESS"},
+                 {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+                 {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+                 {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"},
+                 {100, "CUDA_ERROR_NO_DEVICE"},
+                 {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+                 {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+                 {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+                 {NOT_READY, "CUDA_ERROR_NOT_READY"},
+                 {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                 {CONTEXT_IS_DESTROYED, "CUDA_ERROR_CONTEXT_IS_DESTROYED"},
+                 {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+                 {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+                 {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+                 {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}};
     *text = NULL;
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) if (names[i].code == code) *text = names[i].name;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (names[i].code == code) *text = names[i].name;
     return *text ? OK : INVALID_VALUE;
 }
 
@@ -95,7 +129,7 @@ int cuInit(unsigned flags) {
     ENTER(NOTHING);
     if (flags) return INVALID_VALUE;
     if (state < 0) return NOT_INITIALIZED;
-    if (!gpus()) return 100;        /* CUDA_ERROR_NO_DEVICE */
+    if (!gpus()) return 100; /* CUDA_ERROR_NO_DEVICE */
     pthread_mutex_lock(&lock);
     if (!state) {
         pthread_atfork(NULL, NULL, forked);
@@ -105,8 +139,16 @@ int cuInit(unsigned flags) {
     return locked(OK);
 }
 
-int cuDriverGetVersion(int *version) { ENTER(NOTHING); *version = 12040; return OK; }
-int cuDeviceGetCount(int *count) { ENTER(INITIALIZED); *count = gpus(); return OK; }
+int cuDriverGetVersion(int *version) {
+    ENTER(NOTHING);
+    *version = 12040;
+    return OK;
+}
+int cuDeviceGetCount(int *count) {
+    ENTER(INITIALIZED);
+    *count = gpus();
+    return OK;
+}
 
 int cuDeviceGet(int *device, int ordinal) {
     ENTER(INITIALIZED);
@@ -137,11 +179,25 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     ENTER(INITIALIZED);
     if (device < 0 || device >= gpus()) return INVALID_DEVICE;
     switch (attribute) {
-    case 33: *value = bus(device); break;   /* PCI_BUS_ID */
-    case 40: *value = 3; break;             /* ASYNC_ENGINE_COUNT */
-    case 75: *value = 9; break;             /* COMPUTE_CAPABILITY_MAJOR */
-    case 19: case 31: case 41: case 78: case 91: case 99: *value = 1; break;    /* maps, registers and shares host memory; priorities */
-    default: *value = 0;
+    case 33:
+        *value = bus(device);
+        break; /* PCI_BUS_ID */
+    case 40:
+        *value = 3;
+        break; /* ASYNC_ENGINE_COUNT */
+    case 75:
+        *value = 9;
+        break; /* COMPUTE_CAPABILITY_MAJOR */
+    case 19:
+    case 31:
+    case 41:
+    case 78:
+    case 91:
+    case 99:
+        *value = 1;
+        break; /* maps, registers and shares host memory; priorities */
+    default:
+        *value = 0;
     }
     return OK;
 }
@@ -166,7 +222,8 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
 }
 
 static int is_context(void *handle) {
-    for (int i = 0; i < MAX_GPUS; i++) if (handle == &contexts[i]) return contexts[i].retained > 0;
+    for (int i = 0; i < MAX_GPUS; i++)
+        if (handle == &contexts[i]) return contexts[i].retained > 0;
     return 0;
 }
 
@@ -212,9 +269,17 @@ int cuCtxSetCurrent(void *context) {
     return OK;
 }
 
-int cuCtxGetCurrent(void **context) { ENTER(INITIALIZED); *context = depth ? stack[depth - 1] : NULL; return OK; }
+int cuCtxGetCurrent(void **context) {
+    ENTER(INITIALIZED);
+    *context = depth ? stack[depth - 1] : NULL;
+    return OK;
+}
 
-int cuCtxGetDevice(int *device) { ENTER(CONTEXT); *device = current(); return OK; }
+int cuCtxGetDevice(int *device) {
+    ENTER(CONTEXT);
+    *device = current();
+    return OK;
+}
 
 /* ---- memory: kinds of address ranges ---- */
 
@@ -248,23 +313,34 @@ static int pieces(uintptr_t start, size_t bytes) {
     int found = 0;
     for (struct range *r; at < end && (r = range_at(at)); found++) at = r->start + r->bytes;
     if (at >= end) return found;
-    for (struct range *r = ranges; r; r = r->next) if (r->start < end && start < r->start + r->bytes) return -1;
+    for (struct range *r = ranges; r; r = r->next)
+        if (r->start < end && start < r->start + r->bytes) return -1;
     return 0;
 }
 
 /* Whether the driver knows all of it, so that a GPU could read it. */
-int pretend_known(uintptr_t start, size_t bytes) { pthread_mutex_lock(&lock); return locked(!bytes || pieces(start, bytes) > 0); }
+int pretend_known(uintptr_t start, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    return locked(!bytes || pieces(start, bytes) > 0);
+}
 
 /* Declares it memory of this thread's GPU (without a context: of the first one) until it is
  * forgotten. Tests' arrays are in such memory. */
-void pretend_device_memory(uintptr_t start, size_t bytes) { pthread_mutex_lock(&lock); add(start, bytes, DEVICE); pthread_mutex_unlock(&lock); }
-int pretend_forget_memory(uintptr_t start) { pthread_mutex_lock(&lock); return locked(take(start, DEVICE) ? OK : INVALID_VALUE); }
+void pretend_device_memory(uintptr_t start, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    add(start, bytes, DEVICE);
+    pthread_mutex_unlock(&lock);
+}
+int pretend_forget_memory(uintptr_t start) {
+    pthread_mutex_lock(&lock);
+    return locked(take(start, DEVICE) ? OK : INVALID_VALUE);
+}
 
 static int allocate(void **memory, size_t bytes, enum kind kind) {
     if (!bytes) return INVALID_VALUE;
     *memory = aligned_alloc(4096, (bytes + 4095) & ~(size_t)4095);
     if (!*memory) return OUT_OF_MEMORY;
-    memset(*memory, 0xA5, bytes);       /* so that no test finds zeros by luck */
+    memset(*memory, 0xA5, bytes); /* so that no test finds zeros by luck */
     pthread_mutex_lock(&lock);
     add((uintptr_t)*memory, bytes, kind);
     return locked(OK);
@@ -280,10 +356,23 @@ static int give_back(void *memory, enum kind kind) {
     return there ? OK : INVALID_VALUE;
 }
 
-int cuMemAlloc_v2(void **memory, size_t bytes) { ENTER(CONTEXT); return allocate(memory, bytes, DEVICE); }
-int cuMemFree_v2(void *memory) { ENTER(CONTEXT); return memory ? give_back(memory, DEVICE) : OK; }
-int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) { ENTER(CONTEXT); (void)flags; return allocate(memory, bytes, PINNED); }
-int cuMemFreeHost(void *memory) { ENTER(CONTEXT); return memory ? give_back(memory, PINNED) : OK; }
+int cuMemAlloc_v2(void **memory, size_t bytes) {
+    ENTER(CONTEXT);
+    return allocate(memory, bytes, DEVICE);
+}
+int cuMemFree_v2(void *memory) {
+    ENTER(CONTEXT);
+    return memory ? give_back(memory, DEVICE) : OK;
+}
+int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) {
+    ENTER(CONTEXT);
+    (void)flags;
+    return allocate(memory, bytes, PINNED);
+}
+int cuMemFreeHost(void *memory) {
+    ENTER(CONTEXT);
+    return memory ? give_back(memory, PINNED) : OK;
+}
 
 int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     ENTER(CONTEXT);
@@ -306,16 +395,23 @@ int cuPointerGetAttribute(void *value, int attribute, uintptr_t address) {
     pthread_mutex_lock(&lock);
     struct range *r = range_at(address);
     if (!r) return locked(INVALID_VALUE);
-    if (attribute == 2) *(unsigned *)value = r->kind == DEVICE ? 2 : 1;     /* MEMORY_TYPE: CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST */
-    else if (attribute == 1) *(void **)value = &contexts[r->ordinal];       /* CONTEXT */
-    else if (attribute == 9) *(int *)value = r->ordinal;                    /* DEVICE_ORDINAL */
+    if (attribute == 2)
+        *(unsigned *)value =
+            r->kind == DEVICE ? 2 : 1; /* MEMORY_TYPE: CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST */
+    else if (attribute == 1) *(void **)value = &contexts[r->ordinal]; /* CONTEXT */
+    else if (attribute == 9) *(int *)value = r->ordinal;              /* DEVICE_ORDINAL */
     else return locked(INVALID_VALUE);
     return locked(OK);
 }
 
 /* ---- work on streams ---- */
 
-struct copy { void *to; const void *from; size_t bytes; int value; };
+struct copy {
+    void *to;
+    const void *from;
+    size_t bytes;
+    int value;
+};
 
 static void copy(void *argument) {
     struct copy *c = argument;
@@ -324,7 +420,8 @@ static void copy(void *argument) {
     free(c);
 }
 
-/* With the lock. CUDA's rule: either all memory of a copy is known, or, for pageable memory, none. */
+/* With the lock. CUDA's rule: either all memory of a copy is known, or, for pageable memory, none.
+ */
 static int look_at(uintptr_t start, size_t bytes) {
     int n = pieces(start, bytes);
     pageable += n == 0;
@@ -360,12 +457,18 @@ int cuMemsetD8Async(void *to, unsigned char value, size_t bytes, void *stream) {
 
 /* Kernels are functions of this library with these arguments. The only one divides integers,
  * rounding down. */
-struct launch { void (*kernel)(void *, uint64_t, int64_t); void *at; uint64_t count; int64_t divisor; };
+struct launch {
+    void (*kernel)(void *, uint64_t, int64_t);
+    void *at;
+    uint64_t count;
+    int64_t divisor;
+};
 
 static int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 
 void pretend_divide_int32(void *at, uint64_t count, int64_t divisor) {
-    for (uint64_t i = 0; i < count; i++) ((int32_t *)at)[i] = (int32_t)floor_of(((int32_t *)at)[i], divisor);
+    for (uint64_t i = 0; i < count; i++)
+        ((int32_t *)at)[i] = (int32_t)floor_of(((int32_t *)at)[i], divisor);
 }
 
 void pretend_divide_int64(void *at, uint64_t count, int64_t divisor) {
@@ -378,14 +481,16 @@ static void launched(void *argument) {
     free(l);
 }
 
-int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
-                   void **arguments, void **extra) {
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, void *stream, void **arguments, void **extra) {
     ENTER(CONTEXT);
     (void)y, (void)z, (void)by, (void)bz, (void)shared, (void)extra;
-    if (function != (void *)pretend_divide_int32 && function != (void *)pretend_divide_int64) return NOT_SUPPORTED;
+    if (function != (void *)pretend_divide_int32 && function != (void *)pretend_divide_int64)
+        return NOT_SUPPORTED;
     if (!x || !bx) return INVALID_VALUE;
     struct launch *l = malloc(sizeof *l);
-    *l = (struct launch){(void (*)(void *, uint64_t, int64_t))function, *(void **)arguments[0], *(uint64_t *)arguments[1], *(int64_t *)arguments[2]};
+    *l = (struct launch){(void (*)(void *, uint64_t, int64_t))function, *(void **)arguments[0],
+                         *(uint64_t *)arguments[1], *(int64_t *)arguments[2]};
     pthread_mutex_lock(&lock);
     int code = queue_on(stream, launched, l);
     if (code) free(l);
@@ -394,16 +499,29 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
 
 /* ---- queries by tests ---- */
 
-long pretend_pageable(void) { pthread_mutex_lock(&lock); long n = pageable; pthread_mutex_unlock(&lock); return n; }
-long pretend_straddling(void) { pthread_mutex_lock(&lock); long n = straddling; pthread_mutex_unlock(&lock); return n; }
+long pretend_pageable(void) {
+    pthread_mutex_lock(&lock);
+    long n = pageable;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
+long pretend_straddling(void) {
+    pthread_mutex_lock(&lock);
+    long n = straddling;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
 
 /* The present number of "streams", "events", "registered", "pinned", "device" or "contexts"
  * (retained, not released). */
 long pretend_alive(const char *what) {
     static const char *const kinds[] = {"device", "pinned", "registered"};
     pthread_mutex_lock(&lock);
-    long n = !strcmp(what, "streams") ? alive_streams() : !strcmp(what, "events") ? alive_events() : 0;
-    if (!strcmp(what, "contexts")) for (int i = 0; i < MAX_GPUS; i++) n += contexts[i].retained;
+    long n = !strcmp(what, "streams")  ? alive_streams()
+             : !strcmp(what, "events") ? alive_events()
+                                       : 0;
+    if (!strcmp(what, "contexts"))
+        for (int i = 0; i < MAX_GPUS; i++) n += contexts[i].retained;
     for (struct range *r = ranges; r; r = r->next) n += !strcmp(what, kinds[r->kind]);
     pthread_mutex_unlock(&lock);
     return n;

@@ -2,30 +2,51 @@
 #include "pretend.h"
 #include <signal.h>
 
-struct op { struct op *next; void (*run)(void *); void *argument; };      /* run is NULL for a record, its argument */
-struct stream { struct stream *next; struct op *first, *last; int ordinal, capturing, closed; unsigned long long number; long queued, done, held, released; };
+struct op {
+    struct op *next;
+    void (*run)(void *);
+    void *argument;
+}; /* run is NULL for a record, its argument */
+struct stream {
+    struct stream *next;
+    struct op *first, *last;
+    int ordinal, capturing, closed;
+    unsigned long long number;
+    long queued, done, held, released;
+};
 /* One record of an event. The event refers to its last record; operations that make a record or
  * wait for it keep it if the event has a newer one or is destroyed. */
-struct record { int done, references; };
-struct event { struct event *next; struct record *record; int ordinal; };
+struct record {
+    int done, references;
+};
+struct event {
+    struct event *next;
+    struct record *record;
+    int ordinal;
+};
 
 static struct stream *streams, *defaults[MAX_GPUS];
 static struct event *events;
 
-static void let_go(struct record *r) { if (r && --r->references == 0) free(r); }
+static void let_go(struct record *r) {
+    if (r && --r->references == 0) free(r);
+}
 
 static void *work(void *argument) {
     struct stream *s = argument;
     pthread_mutex_lock(&lock);
     while (s->first || !s->closed) {
         struct op *op = s->first;
-        if (!op) { pthread_cond_wait(&changed, &lock); continue; }
+        if (!op) {
+            pthread_cond_wait(&changed, &lock);
+            continue;
+        }
         long us = delay_us;
         pthread_mutex_unlock(&lock);
         if (us) usleep((useconds_t)us);
         if (op->run) op->run(op->argument);
         pthread_mutex_lock(&lock);
-        if (!op->run) {         /* here, so that a stream is idle once its last event has completed */
+        if (!op->run) { /* here, so that a stream is idle once its last event has completed */
             ((struct record *)op->argument)->done = 1;
             let_go(op->argument);
         }
@@ -47,10 +68,13 @@ static struct stream *make_stream(int ordinal) {
     s->ordinal = ordinal;
     s->number = __sync_fetch_and_add(&made, 1);
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);     /* signals go to the process's own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals go to the process's own threads */
     int failed = pthread_create(&thread, NULL, work, s);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (failed) { free(s); return NULL; }
+    if (failed) {
+        free(s);
+        return NULL;
+    }
     pthread_detach(thread);
     return s;
 }
@@ -74,7 +98,8 @@ static int queue(struct stream *s, void (*run)(void *), void *argument) {
     if (s->capturing) return CAPTURE_UNSUPPORTED;
     struct op *op = malloc(sizeof *op);
     *op = (struct op){NULL, run, argument};
-    if (s->last) s->last->next = op; else s->first = op;
+    if (s->last) s->last->next = op;
+    else s->first = op;
     s->last = op;
     s->queued++;
     pthread_cond_broadcast(&changed);
@@ -94,18 +119,33 @@ int pretend_enqueue(void *handle, void (*run)(void *), void *argument) {
 }
 
 static struct stream *busy(void) {
-    for (struct stream *s = streams; s; s = s->next) if (s->first) return s;
-    for (int i = 0; i < MAX_GPUS; i++) if (defaults[i] && defaults[i]->first) return defaults[i];
+    for (struct stream *s = streams; s; s = s->next)
+        if (s->first) return s;
+    for (int i = 0; i < MAX_GPUS; i++)
+        if (defaults[i] && defaults[i]->first) return defaults[i];
     return NULL;
 }
 
-void sit_out(void) { while (busy()) pthread_cond_wait(&changed, &lock); }
-long alive_streams(void) { long n = 0; for (struct stream *s = streams; s; s = s->next) n++; return n; }
-long alive_events(void) { long n = 0; for (struct event *e = events; e; e = e->next) n++; return n; }
+void sit_out(void) {
+    while (busy()) pthread_cond_wait(&changed, &lock);
+}
+long alive_streams(void) {
+    long n = 0;
+    for (struct stream *s = streams; s; s = s->next) n++;
+    return n;
+}
+long alive_events(void) {
+    long n = 0;
+    for (struct event *e = events; e; e = e->next) n++;
+    return n;
+}
 
 /* ---- control by tests ---- */
 
-struct hold { struct stream *stream; long ticket; };
+struct hold {
+    struct stream *stream;
+    long ticket;
+};
 
 static void stay(void *argument) {
     struct hold *h = argument;
@@ -140,7 +180,11 @@ int pretend_capture(void *handle, int on) {
     return locked(s ? OK : INVALID_HANDLE);
 }
 
-void pretend_delay(long us) { pthread_mutex_lock(&lock); delay_us = us; pthread_mutex_unlock(&lock); }
+void pretend_delay(long us) {
+    pthread_mutex_lock(&lock);
+    delay_us = us;
+    pthread_mutex_unlock(&lock);
+}
 
 /* ---- CUDA's streams ---- */
 
@@ -154,8 +198,15 @@ static int create(void **handle, unsigned flags) {
     return locked(OK);
 }
 
-int cuStreamCreate(void **handle, unsigned flags) { ENTER(CONTEXT); return create(handle, flags); }
-int cuStreamCreateWithPriority(void **handle, unsigned flags, int priority) { ENTER(CONTEXT); (void)priority; return create(handle, flags); }
+int cuStreamCreate(void **handle, unsigned flags) {
+    ENTER(CONTEXT);
+    return create(handle, flags);
+}
+int cuStreamCreateWithPriority(void **handle, unsigned flags, int priority) {
+    ENTER(CONTEXT);
+    (void)priority;
+    return create(handle, flags);
+}
 
 /* Returns at once. Queued operations still run, and a hold that no call could release any more
  * ends. */
@@ -179,7 +230,7 @@ int cuStreamSynchronize(void *handle) {
     struct stream *s = stream_of(handle);
     if (!s) return locked(INVALID_HANDLE);
     if (s->capturing) return locked(CAPTURE_UNSUPPORTED);
-    long until = s->queued;     /* does not wait for what other threads queue meanwhile */
+    long until = s->queued; /* does not wait for what other threads queue meanwhile */
     while (s->done < until) pthread_cond_wait(&changed, &lock);
     return locked(OK);
 }
@@ -188,7 +239,10 @@ int cuStreamQuery(void *handle) {
     ENTER(CONTEXT);
     pthread_mutex_lock(&lock);
     struct stream *s = stream_of(handle);
-    return locked(!s ? INVALID_HANDLE : s->capturing ? CAPTURE_UNSUPPORTED : s->first ? NOT_READY : OK);
+    return locked(!s             ? INVALID_HANDLE
+                  : s->capturing ? CAPTURE_UNSUPPORTED
+                  : s->first     ? NOT_READY
+                                 : OK);
 }
 
 int cuStreamIsCapturing(void *handle, int *status) {
@@ -254,7 +308,10 @@ int cuEventRecord(void *handle, void *stream) {
     struct record *r = malloc(sizeof *r);
     *r = (struct record){0, 2};
     int code = queue(s, NULL, r);
-    if (code) { free(r); return locked(code); }
+    if (code) {
+        free(r);
+        return locked(code);
+    }
     let_go(e->record);
     e->record = r;
     return locked(OK);
