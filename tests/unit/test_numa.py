@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bpsx.config import Config
 from bpsx.config.parsers import cpu_list
 from bpsx.errors import ConfigError
-from bpsx.launch.numa import Core, plan, text, topology, wanted
+from bpsx.launch.numa import PhysicalCore, plan, text, topology, wanted
 
 
 def machine(folder: Path, nodes: list[list[list[int]]]) -> Path:
@@ -31,11 +31,11 @@ TWO = [[[i, i + 8] for i in range(4)], [[i, i + 8] for i in range(4, 8)]]
 
 
 @pytest.fixture
-def cores(tmp_path: Path) -> list[Core]:
+def cores(tmp_path: Path) -> list[PhysicalCore]:
     return topology(range(16), machine(tmp_path, TWO))
 
 
-def plans(cores: list[Core], processes: int, **variables: str) -> list[str]:
+def plans(cores: list[PhysicalCore], processes: int, **variables: str) -> list[str]:
     return [
         text(cpus)
         for cpus in plan(Config({f"BYTEPS_{k}": v for k, v in variables.items()}), processes, cores)
@@ -44,21 +44,21 @@ def plans(cores: list[Core], processes: int, **variables: str) -> list[str]:
 
 def test_cores_and_their_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     found = topology(range(16), machine(tmp_path, TWO))
-    assert found == [Core((i, i + 8), i // 4) for i in range(8)]
+    assert found == [PhysicalCore((i, i + 8), i // 4) for i in range(8)]
 
 
 def test_hardware_threads_are_read_from_the_system(tmp_path: Path) -> None:
     found = topology(range(4), machine(tmp_path, [[[0, 1], [2, 3]]]))
-    assert found == [Core((0, 1)), Core((2, 3))]
+    assert found == [PhysicalCore((0, 1)), PhysicalCore((2, 3))]
 
 
 def test_a_container_has_a_part(tmp_path: Path) -> None:
     found = topology([1, 9, 3, 12], machine(tmp_path, TWO))
-    assert found == [Core((1, 9), 0), Core((3,), 0), Core((12,), 1)]
+    assert found == [PhysicalCore((1, 9), 0), PhysicalCore((3,), 0), PhysicalCore((12,), 1)]
 
 
 def test_a_machine_without_topology_files_has_one_core_per_cpu(tmp_path: Path) -> None:
-    assert topology([0, 5], tmp_path) == [Core((0,)), Core((5,))]
+    assert topology([0, 5], tmp_path) == [PhysicalCore((0,)), PhysicalCore((5,))]
 
 
 def test_a_node_without_cpus(tmp_path: Path) -> None:
@@ -68,22 +68,22 @@ def test_a_node_without_cpus(tmp_path: Path) -> None:
     assert len(topology(range(16), folder)) == 8
 
 
-def test_equal_parts_inside_a_node(cores: list[Core]) -> None:
+def test_equal_parts_inside_a_node(cores: list[PhysicalCore]) -> None:
     assert plans(cores, 4) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
     assert plans(cores, 2) == ["0-3,8-11", "4-7,12-15"]
 
 
-def test_the_root_gets_the_remaining_cores(cores: list[Core]) -> None:
+def test_the_root_gets_the_remaining_cores(cores: list[PhysicalCore]) -> None:
     assert plans(cores, 3) == ["0-1,8-9", "2-3,10-11", "4-7,12-15"]
     assert plans(cores, 3, NUMA_DEFAULT_QUOTA="1") == ["0,8", "1,9", "2-7,10-15"]
 
 
-def test_no_process_gets_a_blacklisted_cpu(cores: list[Core]) -> None:
+def test_no_process_gets_a_blacklisted_cpu(cores: list[PhysicalCore]) -> None:
     assert plans(cores, 2, CPU_BLACKLIST="0,8,12-15") == ["1-3,9-11", "4-7"]
     assert plans(cores, 1, CPU_BLACKLIST="0-3") == ["4-15"]
 
 
-def test_explicit_lists(cores: list[Core]) -> None:
+def test_explicit_lists(cores: list[PhysicalCore]) -> None:
     assert plans(cores, 2, VISIBLE_CPU_CORES="0-2,9:4,6") == ["0-2,9", "4,6"]
     assert plans(cores, 2, VISIBLE_CPU_CORES="0:0", CPU_BLACKLIST="0", NUMA_DEFAULT_QUOTA="99") == [
         "0",
@@ -91,14 +91,14 @@ def test_explicit_lists(cores: list[Core]) -> None:
     ]
 
 
-def test_nothing_is_bound_unless_wanted(cores: list[Core]) -> None:
+def test_nothing_is_bound_unless_wanted(cores: list[PhysicalCore]) -> None:
     assert plans(cores, 1) == [""]
     assert plans(cores, 4, NUMA_ON="0", VISIBLE_CPU_CORES="0") == [""] * 4
     assert plans(cores, 1, NUMA_DEFAULT_QUOTA="2") == ["0-15"]
     assert not wanted(Config({}), 1)
 
 
-def test_fewer_cores_than_processes(cores: list[Core]) -> None:
+def test_fewer_cores_than_processes(cores: list[PhysicalCore]) -> None:
     assert plans(cores[:2], 3) == [""] * 3
 
 
@@ -136,7 +136,7 @@ def test_fewer_cores_than_processes(cores: list[Core]) -> None:
     ],
 )
 def test_the_impossible_is_refused(
-    cores: list[Core], variables: dict[str, str], processes: int, said: str
+    cores: list[PhysicalCore], variables: dict[str, str], processes: int, said: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         plans(cores, processes, **variables)
@@ -146,7 +146,7 @@ def test_the_impossible_is_refused(
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 4))
 def test_no_cpu_is_shared_or_invented(sizes: list[int], processes: int, each: int) -> None:
     cores = [
-        Core((2 * i, 2 * i + 1), node)
+        PhysicalCore((2 * i, 2 * i + 1), node)
         for i, node in enumerate(n for n, size in enumerate(sizes) for _ in range(size))
     ]
     try:

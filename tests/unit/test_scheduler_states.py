@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.errors import InternalError
-from bpsx.scheduler.meetings import MEETING, Stage
+from bpsx.scheduler.meetings import MEETING, MeetingState
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.states import (
     HANDOVER,
@@ -334,19 +334,19 @@ def job_that_a_worker_leaves() -> None:
 
 
 def job_that_calls_meetings_off() -> None:
-    for stage in (Stage.ASKING, Stage.GATHERING, Stage.CONNECTING):
+    for stage in (MeetingState.ASKING, MeetingState.GATHERING, MeetingState.CONNECTING):
         world = World(2, 1, elastic="shrink")
         world.kill(world.workers[1])
         world.settle()
         newcomer, worker = world.enter(1), world.workers[0]
         world.act(newcomer), world.look()
-        if stage is not Stage.ASKING:
+        if stage is not MeetingState.ASKING:
             worker.take(), world.act(worker), world.look()
-        if stage is Stage.CONNECTING:
+        if stage is MeetingState.CONNECTING:
             worker.take(), worker.step(), world.act(worker), world.look()
-        assert world.hub is not None and world.hub._meeting.stage is stage
+        assert world.hub is not None and world.hub._meeting.state is stage
         world.kill(newcomer), world.bury(newcomer), world.look()
-        assert world.hub._meeting.stage is Stage.IDLE
+        assert world.hub._meeting.state is MeetingState.IDLE
 
 
 def job_whose_scheduler_dies_while_a_worker_enters() -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bpsx.api.torchrun import Machines, Meeting, machines
+from bpsx.api.torchrun import Machines, Rendezvous, machines
 from bpsx.config import LaunchedPlace, launched
 from bpsx.errors import ConfigError, RendezvousError
 
@@ -123,7 +123,7 @@ class Memory:
 
 
 def meeting(store, rank, size, timeout=30.0):
-    return Meeting(LaunchedPlace(rank, size, rank, size, "far", 29500, "job"), store, timeout)
+    return Rendezvous(LaunchedPlace(rank, size, rank, size, "far", 29500, "job"), store, timeout)
 
 
 def lead(store, size, job):

@@ -228,7 +228,7 @@ def _check_resumed(resumed: Sequence[int] | None, count: int, launcher: str) -> 
         )
 
 
-class Meeting:
+class Rendezvous:
     """Protocol by which the workers of a job meet in a store.
 
     The store may still hold entries of earlier attempts under the same names. Nothing that torchrun
@@ -312,7 +312,7 @@ class _Agreement:
         resumed: tuple[int, int] | None = None,
     ) -> None:
         self._place, self._config, self._resumed = ours, config, resumed
-        self._meeting = Meeting(ours, store, config.rendezvous_timeout)
+        self._rendezvous = Rendezvous(ours, store, config.rendezvous_timeout)
         self.uneven = False  # known to worker 0 only
 
     def fields(self) -> dict[str, Any]:
@@ -332,13 +332,13 @@ class _Agreement:
         )
         if ours.rank == 0:
             try:
-                job = self._begin([json.loads(text) for text in self._meeting.gather(answer)])
+                job = self._begin([json.loads(text) for text in self._rendezvous.gather(answer)])
             except Exception as e:  # the other workers wait for a reply: send the error
-                self._meeting.tell(json.dumps({"error": f"worker 0: {e}"}))
+                self._rendezvous.tell(json.dumps({"error": f"worker 0: {e}"}))
                 raise
-            self._meeting.tell(json.dumps(job))
+            self._rendezvous.tell(json.dumps(job))
         else:
-            job = json.loads(self._meeting.hear(answer))
+            job = json.loads(self._rendezvous.hear(answer))
             if "error" in job:
                 raise RendezvousError(f"worker {ours.rank}: {job['error']}")
         servers = job.pop("servers")
@@ -353,7 +353,7 @@ class _Agreement:
 
         They start no server: one that a lost worker has started goes on without it.
         """
-        job = json.loads(self._meeting.told() or "{}")
+        job = json.loads(self._rendezvous.told() or "{}")
         if "servers" not in job:  # none, or an error
             return None
         del job["servers"]

@@ -17,7 +17,7 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 @dataclass(frozen=True)
-class Core:
+class PhysicalCore:
     """A physical core.
 
     ``cpus``: its usable hardware threads, as ascending logical CPU numbers. ``node``: its NUMA
@@ -28,7 +28,7 @@ class Core:
     node: int = 0
 
 
-def topology(allowed: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
+def topology(allowed: Iterable[int], system: Path = _SYSTEM) -> list[PhysicalCore]:
     """The physical cores of this machine within ``allowed``, ordered by node and number.
 
     ``allowed``: this process's affinity mask, as a container may hold only a part. A machine that
@@ -43,7 +43,7 @@ def topology(allowed: Iterable[int], system: Path = _SYSTEM) -> list[Core]:
         ) or frozenset((cpu,))
         siblings.setdefault(threads & usable | {cpu}, nodes.get(cpu, 0))
     return sorted(
-        (Core(tuple(sorted(cpus)), node) for cpus, node in siblings.items()),
+        (PhysicalCore(tuple(sorted(cpus)), node) for cpus, node in siblings.items()),
         key=lambda core: (core.node, core.cpus),
     )
 
@@ -69,7 +69,7 @@ def wanted(config: Config, processes: int) -> bool:
     return bool(config.numa_on and (processes > 1 or asked))
 
 
-def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
+def plan(config: Config, processes: int, cores: Sequence[PhysicalCore]) -> list[frozenset[int]]:
     """The CPUs of each of ``processes`` worker processes, by local rank.
 
     An empty set leaves a process's affinity unchanged.
@@ -82,7 +82,8 @@ def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozense
         return _explicit(config.visible_cpu_cores, processes, cores)
     blacklist = _blacklist(config)
     kept = [
-        Core(tuple(cpu for cpu in core.cpus if cpu not in blacklist), core.node) for core in cores
+        PhysicalCore(tuple(cpu for cpu in core.cpus if cpu not in blacklist), core.node)
+        for core in cores
     ]
     free = [core for core in kept if core.cpus]
     if not free:
@@ -116,12 +117,12 @@ def quotas(config: Config, processes: int, cores: int) -> list[int]:
     return [each] * others + [cores - each * others]
 
 
-def _take(free: Sequence[Core], size: int) -> list[Core]:
+def _take(free: Sequence[PhysicalCore], size: int) -> list[PhysicalCore]:
     """Choose ``size`` cores of one node if possible, from the node with the fewest that fit.
 
     Otherwise choose from the nodes with the most free cores.
     """
-    by_node: dict[int, list[Core]] = {}
+    by_node: dict[int, list[PhysicalCore]] = {}
     for core in free:
         by_node.setdefault(core.node, []).append(core)
     fitting = [cores for cores in by_node.values() if len(cores) >= size]
@@ -136,7 +137,7 @@ def _blacklist(config: Config) -> frozenset[int]:
     return frozenset() if config.cpu_blacklist == "-1" else cpu_list(config.cpu_blacklist)
 
 
-def _explicit(given: str, processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
+def _explicit(given: str, processes: int, cores: Sequence[PhysicalCore]) -> list[frozenset[int]]:
     lists = [cpu_list(part) for part in given.split(":")]
     if len(lists) != processes:
         raise ConfigError(
@@ -152,7 +153,7 @@ def _explicit(given: str, processes: int, cores: Sequence[Core]) -> list[frozens
     return lists
 
 
-def _all(cores: Sequence[Core]) -> frozenset[int]:
+def _all(cores: Sequence[PhysicalCore]) -> frozenset[int]:
     return frozenset(cpu for core in cores for cpu in core.cpus)
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger("bpsx.gpus")
 _LOOK_AGAIN = 0.005
 
 
-class Meeting(NamedThread):
+class NcclSetup(NamedThread):
     """Thread that creates the NCCL communicator of a machine's GPUs while the job continues.
 
     The first tensors on a GPU wait for it. Each process writes its GPU to its notice board. The

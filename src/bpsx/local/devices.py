@@ -20,7 +20,7 @@ from bpsx.planning.partitioner import most_bytes
 
 if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu, Moment
-    from bpsx.local.communicator import Meeting
+    from bpsx.local.communicator import NcclSetup
 
 #: Bytes of a bucket of gradients. NCCL is near its best rate with this size; a larger bucket only
 #: starts later.
@@ -77,7 +77,7 @@ class Devices:
         self._core = core
         self._lock = threading.Lock()
         self._gpu: Gpu | None = None
-        self._meeting: Meeting | None = None
+        self._setup: NcclSetup | None = None
         self._closed = False
         self._gatherings = 0  # number of times that all workers have joined
 
@@ -177,7 +177,7 @@ class Devices:
 
     def _open(self, name: str, ordinal: int) -> Gpu:
         from bpsx.local._cuda import Gpu
-        from bpsx.local.communicator import Meeting
+        from bpsx.local.communicator import NcclSetup
 
         with self._lock:
             if self._gpu is not None and self._gpu.ordinal != ordinal:
@@ -196,7 +196,7 @@ class Devices:
                 )
                 if self._near.machine is not None:
                     most = most_bytes(self._config.partition_bytes, compressed=True)
-                    self._meeting = Meeting(
+                    self._setup = NcclSetup(
                         self._config,
                         self._near.machine,
                         gpu,
@@ -205,7 +205,7 @@ class Devices:
                         self._core.notify,
                         self._fail,
                     )
-                    self._meeting.start()
+                    self._setup.start()
                 self._gpu = gpu
             return self._gpu
 
@@ -218,9 +218,9 @@ class Devices:
         """Release the GPU, after the core has been closed. Idempotent."""
         with self._lock:
             self._closed = True
-        if self._meeting is not None:
-            self._meeting.stop()
+        if self._setup is not None:
+            self._setup.stop()
             # The thread may be within NCCL, waiting for a dead process; it is a daemon.
-            self._meeting.join(1.0)
-        if self._gpu is not None and (self._meeting is None or not self._meeting.is_alive()):
+            self._setup.join(1.0)
+        if self._gpu is not None and (self._setup is None or not self._setup.is_alive()):
             self._gpu.close()

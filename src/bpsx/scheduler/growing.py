@@ -13,7 +13,7 @@ from typing import Any
 from bpsx.scheduler.arrivals import REPORT_EVERY
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.leaving import Leaving
-from bpsx.scheduler.meetings import Meeting, MeetingEvent, Stage
+from bpsx.scheduler.meetings import Meeting, MeetingEvent, MeetingState
 from bpsx.scheduler.messages import TERM_FIELDS
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobState
@@ -93,7 +93,7 @@ class Growing(Leaving):
     def _arrive(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Let a node join; a worker waits until all others have stopped."""
         if m["role"] == "server":
-            if self._meeting.stage is Stage.CONNECTING:
+            if self._meeting.state is MeetingState.CONNECTING:
                 self._held.append(lambda: self.hello(ident, m))
                 return [(ident, _status("the end of a meeting of the workers"))]
             return super()._arrive(ident, m)
@@ -141,21 +141,21 @@ class Growing(Leaving):
 
     @property
     def _entering(self) -> bool:
-        return self._meeting.stage is Stage.ENTERING
+        return self._meeting.state is MeetingState.ENTERING
 
     def said_at(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle AT: how many boundaries a worker has passed. ``m``: meeting, boundary."""
-        self._meeting.answer(Stage.ASKING, ident, m)
+        self._meeting.answer(MeetingState.ASKING, ident, m)
         return []
 
     def here(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle HERE: a worker has stopped at the boundary. ``m``: meeting."""
-        self._meeting.answer(Stage.GATHERING, ident, m)
+        self._meeting.answer(MeetingState.GATHERING, ident, m)
         return []
 
     def ready(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """Handle READY: a newcomer has connected to all lanes. ``m``: meeting."""
-        self._meeting.answer(Stage.CONNECTING, ident, m)
+        self._meeting.answer(MeetingState.CONNECTING, ident, m)
         return []
 
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
@@ -229,7 +229,7 @@ class Growing(Leaving):
         """See :class:`~bpsx.scheduler.arrivals.Arriving`. Takes the meeting as far as it can go."""
         out = super().tend(now) if not self._entering else []
         if self.state is JobState.RUNNING:
-            out += self._call(now) if self._meeting.stage is Stage.IDLE else self._go_on(now)
+            out += self._call(now) if self._meeting.state is MeetingState.IDLE else self._go_on(now)
         if self.state in (JobState.DONE, JobState.FAILED) and self._newcomers:
             out += self._refuse_newcomers(self.failure or "it is over")
         return out
@@ -289,7 +289,7 @@ class Growing(Leaving):
 
     def _in_vain(self) -> str:
         """Why this meeting is of no use any more; "": it is."""
-        connecting = self._meeting.stage is Stage.CONNECTING
+        connecting = self._meeting.state is MeetingState.CONNECTING
         if connecting:
             of_use = any(newcomer.welcomed for newcomer in self._newcomers.values())
         else:
@@ -312,12 +312,12 @@ class Growing(Leaving):
         meeting.awaited &= {*self._live_idents(), *self._newcomers}
         if meeting.awaited:
             return self._look_at_the_clock(now)
-        if meeting.stage is Stage.ASKING:
+        if meeting.state is MeetingState.ASKING:
             meeting.move(MeetingEvent.ALL_SAID, self._live_idents(), now)
             return self._name_boundary()
         if self._keys_move() or self._arrivals:
             return []
-        if meeting.stage is Stage.GATHERING:
+        if meeting.state is MeetingState.GATHERING:
             return self._all_here(now)
         return self._tell_servers(now)
 
@@ -372,12 +372,12 @@ class Growing(Leaving):
     def _look_at_the_clock(self, now: float) -> list[Output]:
         """Call the meeting off if somebody keeps all others waiting for too long."""
         meeting, waited = self._meeting, now - self._meeting.since
-        if meeting.stage is Stage.CONNECTING and waited >= CONNECT_SECONDS:
+        if meeting.state is MeetingState.CONNECTING and waited >= CONNECT_SECONDS:
             late = names([str(self._newcomers[ident].node) for ident in meeting.awaited])
             why = f"not connected after {CONNECT_SECONDS:g} s: {late}"
             out = self._refuse_newcomers(why, meeting.awaited)
             return [*self._call_off(why, now), *out]
-        if meeting.stage is Stage.CONNECTING or waited < self.patience:
+        if meeting.state is MeetingState.CONNECTING or waited < self.patience:
             return []
         late = names([str(self.nodes[ident]) for ident in meeting.awaited])
         why = (

@@ -13,7 +13,7 @@ from typing import Any
 from bpsx.system.transitions import Table
 
 
-class Stage(Enum):
+class MeetingState(Enum):
     """State of the present meeting."""
 
     IDLE = auto()  #: there is none
@@ -37,22 +37,28 @@ class MeetingEvent(Enum):
     TAKEN_OVER = auto()  #: a scheduler before had told some servers
 
 
-MEETING: Table[Stage, MeetingEvent] = Table(
+MEETING: Table[MeetingState, MeetingEvent] = Table(
     "a meeting",
     {
-        Stage.IDLE: {MeetingEvent.CALLED: Stage.ASKING, MeetingEvent.TAKEN_OVER: Stage.ENTERING},
-        Stage.ASKING: {MeetingEvent.ALL_SAID: Stage.GATHERING, MeetingEvent.CALLED_OFF: Stage.IDLE},
-        Stage.GATHERING: {
-            MeetingEvent.ALL_HERE: Stage.CONNECTING,
-            MeetingEvent.ALL_MET: Stage.IDLE,
-            MeetingEvent.ANNOUNCED: Stage.GATHERING,
-            MeetingEvent.CALLED_OFF: Stage.IDLE,
+        MeetingState.IDLE: {
+            MeetingEvent.CALLED: MeetingState.ASKING,
+            MeetingEvent.TAKEN_OVER: MeetingState.ENTERING,
         },
-        Stage.CONNECTING: {
-            MeetingEvent.ALL_READY: Stage.ENTERING,
-            MeetingEvent.CALLED_OFF: Stage.IDLE,
+        MeetingState.ASKING: {
+            MeetingEvent.ALL_SAID: MeetingState.GATHERING,
+            MeetingEvent.CALLED_OFF: MeetingState.IDLE,
         },
-        Stage.ENTERING: {MeetingEvent.ALL_CLEARED: Stage.IDLE},
+        MeetingState.GATHERING: {
+            MeetingEvent.ALL_HERE: MeetingState.CONNECTING,
+            MeetingEvent.ALL_MET: MeetingState.IDLE,
+            MeetingEvent.ANNOUNCED: MeetingState.GATHERING,
+            MeetingEvent.CALLED_OFF: MeetingState.IDLE,
+        },
+        MeetingState.CONNECTING: {
+            MeetingEvent.ALL_READY: MeetingState.ENTERING,
+            MeetingEvent.CALLED_OFF: MeetingState.IDLE,
+        },
+        MeetingState.ENTERING: {MeetingEvent.ALL_CLEARED: MeetingState.IDLE},
     },
 )
 
@@ -61,11 +67,11 @@ class Meeting:
     """The present meeting, or none.
 
     ``number``: of the latest meeting. ``awaited``: connections whose answer is due. ``since``: when
-    the stage began. ``announced``: some workers leave at its second boundary.
+    the state began. ``announced``: some workers leave at its second boundary.
     """
 
     def __init__(self) -> None:
-        self.stage = Stage.IDLE
+        self.state = MeetingState.IDLE
         self.number = 0
         self.awaited: set[bytes] = set()
         self.since = 0.0
@@ -75,8 +81,8 @@ class Meeting:
         self._passed = 0  # the largest number of boundaries that a worker has passed
 
     def move(self, event: MeetingEvent, awaited: Collection[bytes], now: float) -> None:
-        """Begin the stage that follows ``event``; ``awaited``: who has to answer in it."""
-        self.stage = MEETING.after(self.stage, event)
+        """Enter the state that follows ``event``; ``awaited``: connections that have to answer in it."""
+        self.state = MEETING.after(self.state, event)
         self.awaited, self.since = set(awaited), now
         if event is MeetingEvent.CALLED:
             self.number += 1
@@ -84,9 +90,9 @@ class Meeting:
         elif event is MeetingEvent.ANNOUNCED:
             self.announced, self.names = True, ""  # there may be more names at the next boundary
 
-    def answer(self, stage: Stage, ident: bytes, m: dict[str, Any]) -> None:
+    def answer(self, state: MeetingState, ident: bytes, m: dict[str, Any]) -> None:
         """Take AT, HERE or READY; those of other meetings mean nothing."""
-        if m["meeting"] != self.number or self.stage is not stage:
+        if m["meeting"] != self.number or self.state is not state:
             return
         self.awaited.discard(ident)
         self.names = self.names or m.get("names", "")
