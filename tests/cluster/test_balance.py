@@ -14,7 +14,7 @@ from cluster.test_server_deaths import CUT, SIZES
 from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
 from cluster.test_server_deaths_compressed import STEPS, Trained, environment
 from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
-from cluster.test_server_joins import check, kill, training
+from cluster.test_server_joins import assert_went_well, kill, training
 from cluster.test_struck_servers import KINDS
 from support.jobs import TRANSPORTS, Gates, Job, Process
 
@@ -77,7 +77,7 @@ def test_a_third_server_gets_a_third_of_the_bytes(transport):
         job.start_server(2)
         joined(job)
         pass_gate(job)
-        check(job, 40)
+        assert_went_well(job, 40)
         for server in job.servers:
             assert server.wait() == 0, server.text()
         first, second, third = [summed(server) for server in job.servers]
@@ -96,7 +96,7 @@ def test_two_servers_that_join_at_once_get_a_quarter_each(transport):
         job.scheduler.wait_for_line("has joined: all workers", count=2)
         joined(job)
         pass_gate(job)
-        check(job, 40)
+        assert_went_well(job, 40)
         assert all(server.wait() == 0 for server in job.servers)
         parts = [summed(server) for server in job.servers]
     step = sum(parts) / 40
@@ -121,7 +121,7 @@ def test_keys_move_again_and_again(tmp_path, transport, workers):
             else:
                 job.servers[turn].signal(signal.SIGTERM)
             gates.open(20 * turn + 15)
-        check(job, steps)
+        assert_went_well(job, steps)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +258,6 @@ def test_balance_may_be_switched_off():
         job.start_server(2)
         job.scheduler.wait_for_line("has joined: all workers")
         pass_gate(job)
-        check(job, 20)
+        assert_went_well(job, 20)
         assert job.servers[2].wait() == 0 and summed(job.servers[2]) == 0
         assert "term 1" not in job.scheduler.text()

@@ -173,7 +173,7 @@ def program(seed: int, workers: int, steps: int = 9) -> list[list[list[list]]]:
     return found
 
 
-def check(reports: list[list], workers: int) -> bool:
+def assert_sums_are_whole(reports: list[list], workers: int) -> bool:
     """Assert that every sum has all workers' parts of the same step.
 
     Returns whether a worker got the error that the job has to end.
@@ -212,7 +212,7 @@ def test_after_any_caught_error_sums_are_right(seed, workers, servers, processes
     with Job(source, workers, servers, processes=processes, env=FAST) as job:
         found = job.results()
     for reports in found:
-        assert not check(reports, workers)
+        assert not assert_sums_are_whole(reports, workers)
     assert all(reports and reports[-1][0] == len(made) - 1 for reports in found)
 
 

@@ -12,7 +12,7 @@ from bpsx.config import Config
 from bpsx.scheduler.waiting import patience
 from cluster.test_server_deaths_compressed import _TRAINING as _COMPRESSED
 from cluster.test_server_deaths_compressed import Trained, environment, undisturbed
-from cluster.test_server_joins import check, training
+from cluster.test_server_joins import assert_went_well, training
 from support import jobs
 from support.jobs import TRANSPORTS, Gates
 
@@ -501,7 +501,7 @@ def test_a_server_that_came_late_outlives_the_scheduler(tmp_path, transport, bal
         for server in job.servers[:3]:
             kill(server)
         gates.open(59)
-        check(job, 60)
+        assert_went_well(job, 60)
         assert job.servers[3].wait() == 0, job.servers[3].text()
 
 

@@ -16,7 +16,7 @@ from cluster.test_server_deaths import undisturbed
 from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
 from cluster.test_server_deaths_compressed import STEPS, Trained, environment
 from cluster.test_server_deaths_compressed import undisturbed as undisturbed_compressed
-from cluster.test_server_joins import check, kill, launched, training
+from cluster.test_server_joins import assert_went_well, kill, launched, training
 from support.jobs import TRANSPORTS, Gates, Job, Process
 
 #: Each operation once, each transport several times.
@@ -61,7 +61,7 @@ def test_servers_leave_a_training_one_after_the_other(tmp_path, transport):
             ask_to_leave(server)
             assert left_well(server), server.text()
         gates.open(steps - 1)
-        check(job, steps)
+        assert_went_well(job, steps)
         assert "term 2: 3 workers have moved" in job.scheduler.text()
 
 
@@ -96,7 +96,7 @@ def test_the_last_server_leaves_when_another_has_come(tmp_path, transport):
         job.start_server(1)
         assert left_well(job.servers[0]), job.servers[0].text()
         gates.open(39)
-        check(job, 40)
+        assert_went_well(job, 40)
         assert job.servers[1].wait() == 0
 
 
@@ -141,7 +141,7 @@ def test_a_server_is_killed_after_sigterm(tmp_path, transport):
             ask_to_leave(job.servers[0])
             kill(job, 0)
             gates.open(19)
-            check(job, 20)
+            assert_went_well(job, 20)
             assert "term 1" in job.scheduler.text()
 
 
@@ -207,7 +207,7 @@ def test_a_departure_is_quick(tmp_path):
         ask_to_leave(job.servers[1])
         job.scheduler.wait_for_line("workers have moved")
         gates.open(59)
-        check(job, 60)
+        assert_went_well(job, 60)
     (line,) = [line for line in job.scheduler.errors if "workers have moved" in line]
     assert float(line.split("bytes again, ")[1].split(" s ")[0]) < 1.0, line
     assert undisturbed(2, 60) in str(job.workers[0].reports()[-1])

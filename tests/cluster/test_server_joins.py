@@ -52,7 +52,7 @@ def replace_servers(job: Job, gates: Gates, deaths: int, servers: int) -> None:
         gates.open(5 * death + 4)
 
 
-def check(job: Job, steps: int) -> None:
+def assert_went_well(job: Job, steps: int) -> None:
     """Wait for the end of a job that must have gone well."""
     said = "\n".join(p.text() for p in job.processes)
     for worker in job.workers:
@@ -71,7 +71,7 @@ def test_a_new_server_feeds_a_job_that_has_lost_its_only_one(tmp_path, transport
         job.scheduler.wait_for_line("the last server, and the job waits")
         job.start_server(1)
         gates.open(19)
-        check(job, 20)
+        assert_went_well(job, 20)
         assert job.servers[1].wait() == 0, job.servers[1].text()
         assert "server 1" in job.scheduler.text() and "term 1" in job.scheduler.text()
 
@@ -85,7 +85,7 @@ def test_a_job_never_runs_out_of_servers(tmp_path, transport, workers):
     gates.close(*range(4, 50, 5))
     with training(steps, transport, workers, **gates.env) as job:
         replace_servers(job, gates, 10, 1)
-        check(job, steps)
+        assert_went_well(job, steps)
         assert "term 10" in job.scheduler.text()
 
 
@@ -97,7 +97,7 @@ def test_two_servers_die_in_turn_and_come_back(tmp_path, transport):
     gates.close(*range(4, 50, 5))
     with training(steps, transport, servers=2, **gates.env) as job:
         replace_servers(job, gates, 10, 2)
-        check(job, steps)
+        assert_went_well(job, steps)
         assert "the last server" not in job.scheduler.text()
         assert "term 10" in job.scheduler.text()
 
@@ -202,7 +202,7 @@ def test_a_new_server_may_have_the_address_of_the_old_one(tmp_path, transport):
     gates.close(*range(4, 30, 5))
     with training(steps, transport, **gates.env, **ports) as job:
         replace_servers(job, gates, 6, 1)
-        check(job, steps)
+        assert_went_well(job, steps)
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])
@@ -219,7 +219,7 @@ def test_servers_that_die_while_workers_connect_to_them(tmp_path, transport):
             kill(job, i)
         job.start_server(6)
         gates.open(19)
-        check(job, 20)
+        assert_went_well(job, 20)
 
 
 @pytest.mark.parametrize("transport", ["zmq", "tcp", "shm"])

@@ -8,7 +8,14 @@ import pytest
 
 from support.jobs import Job
 from support.tensorflow_job import QUIET
-from support.worker_deaths import REPLACE, SHRINK, begun_anew, check_commits, ends, replace_one
+from support.worker_deaths import (
+    REPLACE,
+    SHRINK,
+    assert_commits_agree,
+    begun_anew,
+    ends,
+    replace_one,
+)
 
 pytestmark = pytest.mark.timeout(300)
 TRAINING = """
@@ -92,7 +99,7 @@ def test_a_worker_is_lost_or_leaves_and_another_joins(how, end):
         job.workers[0].wait_for_line('["commit", 20,')
         # 60 batches in 4 epochs of 15: none was made twice or left out.
         assert replace_one(job, end) == [["end", 3, 4, 0, 60]] * 3
-        begun = check_commits(job, 0, 2, 3)
+        begun = assert_commits_agree(job, 0, 2, 3)
         assert begun[:2] == [1, 1] and begun[2] > 20
         # fit() goes on at the batch after which the newcomer has entered.
         survivor, new = begun_anew(job)
@@ -108,7 +115,7 @@ def test_commits_come_first_and_scale_the_loss():
         job.start_worker(0)
         ended = ends(job, 1, 2)
         assert ended[0] == ended[1] and ended[0][:4] == ["end", 2, 4, 0]
-        assert check_commits(job, 1, 2)[0] == 1
+        assert assert_commits_agree(job, 1, 2)[0] == 1
         commits = [r[1] for r in job.workers[1].reports() if r[0] == "commit"]
         assert commits == list(range(1, 61))
 

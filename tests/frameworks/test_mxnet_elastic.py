@@ -9,7 +9,14 @@ import pytest
 
 from frameworks.mxnet_scripts import HEAD
 from support.jobs import Job
-from support.worker_deaths import REPLACE, SHRINK, begun_anew, check_commits, ends, replace_one
+from support.worker_deaths import (
+    REPLACE,
+    SHRINK,
+    assert_commits_agree,
+    begun_anew,
+    ends,
+    replace_one,
+)
 
 pytestmark = pytest.mark.timeout(180)
 BEGIN = (
@@ -88,7 +95,7 @@ def test_a_worker_is_lost_or_leaves_and_another_joins(end):
         first, *others = replace_one(job, end)
         assert sorted(r[1] for r in (first, *others)) == [0, 1, 2] and first[2:4] == [3, 60]
         assert all(r[2:] == first[2:] for r in others) and first[6:] == [6, 60]
-        begun = check_commits(job, 0, 2, 3)
+        begun = assert_commits_agree(job, 0, 2, 3)
         survivor, new = begun_anew(job)
         # The newcomer continues at the step at which the others have begun anew.
         assert begun[:2] == [1, 1] and begun[2] == survivor[3] + 1 > 5
@@ -102,7 +109,7 @@ def test_with_replace_no_step_is_made_with_fewer():
         job.workers[0].signal(signal.SIGKILL)
         job.start_worker(0)
         ends(job, 1, 2)
-        begun = check_commits(job, 1, 2)
+        begun = assert_commits_agree(job, 1, 2)
         assert begun[0] == 1 < begun[1]
         trains, (new,) = ([r for r in w.reports() if r[0] == "train"] for w in job.workers[1:])
         assert [r[2] for r in trains] == [2, 2] and trains[1][1] == 0

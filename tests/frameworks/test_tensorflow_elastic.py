@@ -12,8 +12,8 @@ from support.tensorflow_job import QUIET
 from support.worker_deaths import (
     REPLACE,
     SHRINK,
+    assert_commits_agree,
     begun_anew,
-    check_commits,
     ends,
     lose_sender,
     replace_one,
@@ -120,7 +120,7 @@ def test_a_worker_is_lost_or_leaves_and_another_joins(parts, run, end):
         first, *others = replace_one(job, end)
         assert sorted(r[1] for r in (first, *others)) == [0, 1, 2] and first[2:4] == [3, 60]
         assert [r[3] for r in others] == [60, 60]
-        begun = check_commits(job, 0, 2, 3)
+        begun = assert_commits_agree(job, 0, 2, 3)
         survivor, new = begun_anew(job)
         # The newcomer continues at the step at which the others have begun anew.
         assert begun[:2] == [1, 1] and begun[2] == survivor[3] + 1 > 5
@@ -136,7 +136,7 @@ def test_with_replace_no_step_is_made_with_fewer(parts, run):
         job.workers[0].signal(signal.SIGKILL)
         job.start_worker(0)
         ends(job, 1, 2)
-        begun = check_commits(job, 1, 2)
+        begun = assert_commits_agree(job, 1, 2)
         assert begun[0] == 1 < begun[1]
         trains = [r for r in job.workers[1].reports() if r[0] == "train"]
         assert [r[2] for r in trains] == [2, 2] and trains[1][1] == 0
@@ -162,7 +162,7 @@ report""",
     with Job(source, workers=3, servers=2, env={**QUIET, **SHRINK}) as job:
         first, second = lose_sender(job, 5)
         assert first[2:4] == second[2:4] == [2, 60]
-        check_commits(job, 1, 3)
+        assert_commits_agree(job, 1, 3)
 
 
 BUILT = """

@@ -94,8 +94,8 @@ def begun_anew(job: Job) -> list[list[Any]]:
     return [first[-1], new[0]]
 
 
-def check_commits(job: Job, *workers: int) -> list[int]:
-    """Check that these workers have said the same with each ``["commit", step, ...]``.
+def assert_commits_agree(job: Job, *workers: int) -> list[int]:
+    """Assert that these workers have said the same with each ``["commit", step, ...]``.
 
     Each commits the steps one after the other: survivors from 1 on, newcomers from the step after
     which they have joined. Returns the first step of each worker.

@@ -25,8 +25,8 @@ from support.places import ROOT
 PUSHED = {State.BUCKETED, State.IN_FLIGHT, State.NOT_STARTED, State.PENDING}
 
 
-def check(managed: Any) -> None:
-    """Check that the fields belong to the state."""
+def assert_state_fits(managed: Any) -> None:
+    """Assert that the fields belong to the state."""
     state, pushed = managed.state, managed.pushed
     assert (pushed is not None) == (state in PUSHED) == managed.is_pushed(), (state, pushed)
     assert managed.averaged is None or state in (State.ADDING, State.AVERAGED), state
@@ -114,7 +114,7 @@ def test_events_lead_where_the_table_says_or_are_refused(events: list[Event]) ->
                 with pytest.raises(RuntimeError, match=text):
                     one.cause(event)
                 assert managed.state is before and managed.pushed is pushed
-            check(managed)
+            assert_state_fits(managed)
 
 
 # ---- an optimizer and what a script may call
@@ -182,7 +182,7 @@ class Script:
     def check(self) -> None:
         managed = self.exchange._managed
         for one in managed:
-            check(one)
+            assert_state_fits(one)
         pending = {id(m.parameter) for m in managed if m.state is State.PENDING}
         assert pending == set(getattr(self.exchange, "_pending", ()))
 

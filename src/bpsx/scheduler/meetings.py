@@ -81,7 +81,7 @@ class Meeting:
         self._passed = 0  # the largest number of boundaries that a worker has passed
 
     def move(self, event: MeetingEvent, awaited: Collection[bytes], now: float) -> None:
-        """Enter the state that follows ``event``; ``awaited``: connections that have to answer in it."""
+        """Enter the state after ``event``; ``awaited``: connections that have to answer in it."""
         self.state = MEETING.after(self.state, event)
         self.awaited, self.since = set(awaited), now
         if event is MeetingEvent.CALLED:
