@@ -1,12 +1,13 @@
 """``bench shaped``: a push_pull of 100 MB between four machines on links that are all equally slow.
 
-Up to four spare machines have a server only. bpsx is measured three times: with its defaults, with
-what was the best by hand, and with everything off that the job chooses by its machines and links.
-The peers are gloo's ring and the best time that the links allow. The machines are network
+Up to four spare machines have a server only. bpsx is measured with its defaults, with what was the
+best by hand, and with everything off that the job chooses by its machines and links. On request
+(``--ways``) also with its defaults for fast links, as a job has them whose links have become
+slower. The peers are gloo's ring and the best time that the links allow. The machines are network
 namespaces on a bridge: :mod:`bench.network`. Needs root.
 
-**defaults-k<spare>**, **by-hand-k<spare>**, **untuned-k<spare>**: seconds of a push_pull; the peer
-is the best time.
+**defaults-k<spare>**, **by-hand-k<spare>**, **untuned-k<spare>**, **fast-links-k<spare>**: seconds
+of a push_pull; the peer is the best time.
 
 **gloo-k<spare>**: seconds of gloo's all_reduce; the peer is bpsx with its defaults.
 """
@@ -14,10 +15,11 @@ is the best time.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench import network, peers
@@ -33,7 +35,10 @@ WAYS: Mapping[str, Mapping[str, str]] = {
     "defaults": {},
     "by-hand": {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_PARTITION_BYTES": "131072"},
     "untuned": {"BYTEPS_ENABLE_MIXED_MODE": "0", "BPSX_AUTOTUNE": "0"},
+    "fast-links": {"BPSX_AUTOTUNE": "0"},
 }
+#: The ways that are measured by default: those of the picture, and the best by hand.
+_USUAL = ("defaults", "by-hand", "untuned")
 #: Of all processes, as gloo's: eight machines share the cores of one.
 _COMMON = {"OMP_NUM_THREADS": "1"}
 #: Used instead of BBR, which some hosts have. Every ten seconds BBR all but stops a connection for
@@ -47,12 +52,13 @@ _PATIENCE = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of measuring. ``rate``: rate of each link, in tc's notation."""
+    """Amount of measuring. ``rate``: rate of each link, in tc's notation. ``ways``: of bpsx."""
 
     rate: str
     transport: str
     congestion: str
     turns: int
+    ways: Sequence[str] = _USUAL
 
 
 @dataclass
@@ -60,9 +66,7 @@ class Division:
     """Seconds of each way, including "gloo", with one number of spare machines."""
 
     optimum: float
-    seconds: dict[str, list[float]] = field(
-        default_factory=lambda: {way: [] for way in (*WAYS, "gloo")}
-    )
+    seconds: dict[str, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             " reno)"
         ),
     )
+    parser.add_argument(
+        "--ways",
+        default=",".join(_USUAL),
+        help=f"ways of bpsx, separated by commas, of {', '.join(WAYS)} (default: %(default)s)",
+    )
 
 
 def picture(options: argparse.Namespace) -> Draw:
@@ -103,6 +112,11 @@ def picture(options: argparse.Namespace) -> Draw:
 def run(options: argparse.Namespace) -> list[Case]:
     """Return all cases. Raises :class:`BenchError` if one cannot run."""
     spares = [_spare(text) for text in options.spare.split(",")]
+    ways = options.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise BenchError(f"--ways {unknown[0]!r}: expected some of {', '.join(WAYS)}")
+    if "defaults" not in ways:
+        raise BenchError("--ways: defaults must be among them, because gloo is compared with it")
     per_second = bytes_per_second(options.rate)
     if options.congestion and options.congestion not in network.congestions():
         raise BenchError(
@@ -110,9 +124,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         )
     if reason := network.why_not():
         raise BenchError(f"links cannot be slowed down here: {reason}")
-    plan = Plan(
-        options.rate, options.transport, options.congestion or steady(), 1 if options.quick else 5
-    )
+    turns = 1 if options.quick else 5
+    plan = Plan(options.rate, options.transport, options.congestion or steady(), turns, ways)
     found = {spare: _measure(spare, per_second, plan) for spare in spares}
     return [case for spare, division in found.items() for case in _cases(spare, division, plan)]
 
@@ -179,8 +192,9 @@ def _started(
 ) -> dict[str, tuple[list[Child], str]]:
     """Start a job for each way, all on the same links. Returns its workers and their command."""
     ways = {}
-    for way, options in WAYS.items():
-        job = Job(MACHINES, MACHINES + spare, plan.transport, {**_COMMON, **options}, links=links)
+    for way in plan.ways:
+        options = {**_COMMON, **WAYS[way]}
+        job = Job(MACHINES, MACHINES + spare, plan.transport, options, links=links)
         ways[way] = stack.enter_context(job).workers, "one"
     return {**ways, "gloo": (stack.enter_context(peers.gloo(MACHINES, links=links)), "all_reduce")}
 
@@ -200,17 +214,17 @@ def _cases(spare: int, division: Division, plan: Plan) -> list[Case]:
             note=(
                 f"push_pull of {BYTES / 1e6:.0f} MB, {MACHINES} machines, {spare} spare"
                 f" ({plan.congestion}),"
-                f" {' '.join(f'{k}={v}' for k, v in options.items()) or 'no options'};"
+                f" {' '.join(f'{k}={v}' for k, v in WAYS[way].items()) or 'no options'};"
                 " the optimum for these links"
             ),
         )
-        for way, options in WAYS.items()
+        for way in plan.ways
     ]
     gloo = median_case(
         f"gloo-k{spare}",
         division.seconds["gloo"],
         "s",
-        peer=ours[0].value,
+        peer=ours[plan.ways.index("defaults")].value,
         target=_TARGET_OF_GLOO if spare == MACHINES else None,
         note="gloo's all_reduce on the same links; bpsx, defaults",
     )

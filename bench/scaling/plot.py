@@ -31,6 +31,8 @@ def draw(machine: Mapping[str, Any], cases: Sequence[Case], path: str) -> None:
     spares = sorted(int(name[10:]) for name in found if name.startswith("defaults-k"))
     if not spares:
         raise BenchError("--plot: there is no case defaults-k..., as bench shaped reports")
+    if f"untuned-k{spares[0]}" not in found:
+        raise BenchError("--plot: the picture needs the ways defaults and untuned")
     lines = {
         way: [found[f"{way}-k{k}"].value for k in spares] for way in _STYLES if way != "optimum"
     }

@@ -64,7 +64,7 @@ def test_it_runs_reports_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_ended_benchmark_leaves_no_namespace(number: signal.Signals) -> None:
-    bench = start("--rate", "10mbit", "--spare", "0")
+    bench = start("--rate", "10mbit", "--spare", "0", "--ways", "defaults")
     assert bench.stderr is not None
     for line in bench.stderr:
         if "first calls" in line:

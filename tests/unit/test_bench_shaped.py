@@ -47,6 +47,8 @@ def test_rates_become_bytes_per_second(scaling: Any) -> None:
         ({"rate": "0mbit"}, "--rate '0mbit'"),
         ({"spare": "0,5"}, "--spare '5': expected 0 to 4"),
         ({"spare": "-1"}, "--spare '-1'"),
+        ({"ways": "defaults,best"}, "--ways 'best': expected some of defaults, by-hand, untuned"),
+        ({"ways": "untuned"}, "--ways: defaults must be among them"),
     ],
 )
 def test_wrong_arguments_are_named(scaling: Any, given: dict[str, str], text: str) -> None:
