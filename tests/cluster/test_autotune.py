@@ -143,3 +143,34 @@ def test_a_newcomer_measures_nothing():
         job.workers[new].wait_for_line('["step"')
         job.end_well(1)
         assert "measures the links" not in job.workers[new].text()
+
+
+def test_a_job_measures_anew_when_it_is_resumed():
+    """Its links may be others than before."""
+    apart = {i: {"DMLC_NODE_HOST": f"127.0.1.{i}"} for i in range(2)}
+    with Job(
+        """
+        import bpsx, numpy as np
+
+        bpsx.init()
+        report(float(bpsx.push_pull(np.ones(70_000, np.float32), "x", average=False)[0]))
+        bpsx.suspend()
+        sys.stdin.readline()
+        bpsx.resume(2, 1)
+        report(float(bpsx.push_pull(np.ones(70_000, np.float32), "x", average=False)[0]))
+        """,
+        env={"BYTEPS_LOG_LEVEL": "debug"},
+        worker_env=apart,
+    ) as job:
+        assert [p.wait() for p in (job.scheduler, *job.servers)] == [0, 0]
+        for p in (job.scheduler, *job.servers):
+            p.end()
+        assert "workers exchange" in job.scheduler.text()
+        job.servers = []
+        job.start_scheduler(int(job.port))
+        job.start_server(0)
+        for worker in job.workers:
+            worker.say("resume")
+        assert job.results() == [[2.0, 2.0]] * 2
+        assert "workers exchange" in job.scheduler.text()
+        assert all(w.text().count("measures the links") == 2 for w in job.workers)
