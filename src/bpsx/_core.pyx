@@ -496,8 +496,8 @@ cdef class Core:
         """Hand the loss of lanes or workers, or slots that lanes yield, to the driver; any thread.
 
         ``moves``: pairs of a lost lane and its targets, which are pairs of a lane and its first
-        slot: see docs/internals/elastic.md. ``missed``: a worker has left before, so that nobody
-        waits for the keys to be taken. ``yields``: for lanes that live, triples of the lane, the
+        slot: see docs/internals/elastic.md. ``missed``: a worker has left before, so no lane takes
+        the keys, and none is awaited. ``yields``: for lanes that live, triples of the lane, the
         number of its slots, and their at most 64 targets; those on the lane itself stay.
         ``living``: number of senders from now on if workers have been lost or, with ``enters``,
         enter; else 0. Raises :class:`ValueError` for lanes that do not exist.
@@ -540,7 +540,7 @@ cdef class Core:
 
     @property
     def failed(self) -> str:
-        """Why the core has failed, or an empty string."""
+        """Reason for which the core has failed, or an empty string."""
         if not self.c.failed:
             return ""
         from_gpu = self.gpu.failure if self.gpu is not None and self.c.failed == E_DEVICE else ""

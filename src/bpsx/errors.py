@@ -191,7 +191,7 @@ class InternalError(BpsxError, RuntimeError):
 
 
 class Status(IntEnum):
-    """How an operation failed: the negative codes of ``core/status.pxd``, which travel."""
+    """Cause of an operation's failure: the negative codes of ``core/status.pxd`` and messages."""
 
     #: A worker, a server or the scheduler is gone.
     PEER_LOST = -1

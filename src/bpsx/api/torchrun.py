@@ -39,7 +39,7 @@ _lock = threading.Lock()
 _companions = Companions()
 #: Launcher of a place that a framework's own process group has given.
 FRAMEWORK = "PyTorch"
-#: How this process joined its last job here, for resume().
+#: This process's place in its last job here, and the function that opens a store; for resume().
 _last: tuple[LaunchedPlace, Callable[[LaunchedPlace, float], Store]] | None = None
 #: Seconds between two checks of a waiting worker whether worker 0 has been replaced.
 _LOOK = 0.2

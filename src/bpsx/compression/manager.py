@@ -83,7 +83,7 @@ class Compressing:
         self._of: dict[str, CompressionSpec] = dict(remembered.compressions) if remembered else {}
         # By name, dtype, bytes, and whether the tensor is on a GPU.
         self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}
-        # What a saved state must say of itself to be this tensor's.
+        # Description that a saved state must have to belong to the tensor.
         self._meanings: dict[Tensor, Saved] = {}
         # Saved states not restored yet, each with whether this worker saved it.
         self._kept: dict[str, tuple[Saved, bool]] = (

@@ -105,7 +105,7 @@ cdef inline bint is_uncopied(Partition *p) noexcept nogil:
 
 
 cdef inline bint end_copy(Core *c, Partition *p) noexcept nogil:
-    """The answer has been copied, or never will be: acknowledge it, or forget it if not needed.
+    """End an answer's copy, done or cancelled: acknowledge the answer, or forget it if not needed.
 
     False: no memory.
     """

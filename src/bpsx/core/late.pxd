@@ -59,7 +59,7 @@ cdef inline bint add_lanes(Core *c, uint32_t n, bint beside) noexcept nogil:
 
 
 cdef inline void await_greeting(Core *c, uint32_t peer) noexcept nogil:
-    """A lane has been sent a PING: a thread drives until it has replied or is lost."""
+    """Let a thread drive until a lane that was sent a PING has replied or is lost."""
     if c.lanes.greeted == 0:
         lock(&c.monitor)
         count_work(c, True)
@@ -69,7 +69,7 @@ cdef inline void await_greeting(Core *c, uint32_t peer) noexcept nogil:
 
 
 cdef inline void end_greeting(Core *c, uint32_t peer) noexcept nogil:
-    """A lane is ready or lost: tell Python, if it has joined the running job."""
+    """Tell Python that a lane of the running job's newcomers is ready or lost."""
     cdef uint64_t one = 1
     if not c.lanes.at[peer].greeted:
         return

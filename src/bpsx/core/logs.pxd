@@ -1,5 +1,5 @@
-# What a worker keeps of its lanes' compression: its own pushes since the stored snapshot, and
-# snapshots. With them another lane continues a key of a lost one.
+# A worker's backup of its lanes' compression: its own pushes since the stored snapshot, and
+# snapshots. From these another lane continues a key of a lost lane.
 # docs/internals/elastic-compression.md has the reasons.
 #
 # Only the driver calls these functions, except free_backup().
@@ -25,7 +25,7 @@ cdef inline Backup *backup_of(Partition *p) noexcept nogil:
 
 
 cdef inline bint has_backup(Partition *p) noexcept nogil:
-    """Whether another lane needs anything of this to continue the partition."""
+    """Whether the backup has data that another lane needs to continue the partition."""
     return p.backup != NULL and (p.backup.sum != 0 or p.backup.snapshot.held)
 
 
@@ -114,13 +114,13 @@ cdef inline bint note_sum(Core *c, Partition *p, SumNumbers *of) noexcept nogil:
 
 
 cdef inline void note_no_sum(Partition *p) noexcept nogil:
-    """The round that all have pushed has failed: its outcome is no sum."""
+    """Note that the partition's latest outcome is an error, and no sum."""
     if p.backup != NULL:
         p.backup.summed = False
 
 
 cdef inline void note_lost_worker(Core *c, Partition *p) noexcept nogil:
-    """Another worker is lost, and its log with it: committed sums cannot be repeated."""
+    """Note that sums until now cannot be repeated: another worker's log is lost with it."""
     if p.backup != NULL and not p.packed.light:
         p.backup.gap = p.backup.sum
         drop_older(c, p.backup, p.backup.gap)
@@ -210,7 +210,7 @@ cdef inline bint confirm(Partition *p) noexcept nogil:
     return due
 
 
-# ---- what is said of it, and its end
+# ---- its description for other lanes, and its end
 
 cdef inline void describe(Partition *p, Coded *coded) noexcept nogil:
     """Fill in the body of a HAVE."""

@@ -74,7 +74,7 @@ cdef inline void moved_header(Core *c, Partition *p, Header *h, int kind) noexce
 
 
 cdef inline void send_have(Core *c, Partition *p, bint waits) noexcept nogil:
-    """Announce a moved partition to its new lane, and say what this worker has of it."""
+    """Announce a moved partition to its new lane, and report this worker's rounds of it (HAVE)."""
     cdef Header h
     cdef Coded coded
     cdef const char *body = NULL
@@ -248,7 +248,7 @@ cdef inline void renew(Core *c, Term *term, Partition *p) noexcept nogil:
 
 
 cdef inline void drop_workers(Core *c, Term *term) noexcept nogil:
-    """Workers are lost: what they have pushed counts if some survivor has committed it.
+    """Begin a term without lost workers: their pushes count if a survivor has committed them.
 
     The takeovers of earlier terms begin anew.
     """
@@ -351,7 +351,7 @@ cdef inline int note_taken(Core *c, uint32_t peer, uint32_t term) noexcept nogil
 
 
 cdef inline void forget_rounds(Core *c) noexcept nogil:
-    """All workers have joined: messages count rounds from zero, and every worker has all outcomes.
+    """Count rounds from zero after all workers have joined; every worker then has all outcomes.
 
     An asynchronous job goes on counting: a value is described by the numbers of its pushes.
     """

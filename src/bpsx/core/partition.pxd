@@ -36,7 +36,7 @@ cdef enum Stage:
     BROADCAST = 12
     COPY = 13                   # a thread copies the answer to the output, or to where it goes on
 
-cdef struct Outcome:            # how a tensor, a task or a round ended
+cdef struct Outcome:            # outcome of a tensor, a task or a round
     int status                  # DONE or 0, or an error
     uint32_t a, b               # with an error: the ranks that it concerns
 
@@ -96,7 +96,7 @@ cdef struct LocalRound:
     # status not 0: the machine's processes disagree, and the push must say so to the servers
     Outcome disagreement
 
-cdef struct SumNumbers:         # what an answer says of its lane's compression
+cdef struct SumNumbers:         # state of the lane's compression, in its answers
     uint32_t sum                # number of the latest sum
     uint32_t stored             # ... of the sum that the stored snapshot follows
     uint64_t counter            # the lane's counter
@@ -136,7 +136,7 @@ cdef struct Snapshot:           # the lane's state of a partition, after a sum
     Message message             # the SNAP's message, if `in_message`
     char *memory                # else a copy
 
-# What another lane needs to continue a compressed partition when its lane is lost; core/logs.pxd.
+# Data with which another lane continues a compressed partition of a lost lane; core/logs.pxd.
 # Owned by the driver.
 cdef struct Backup:
     uint32_t sum                # number of the latest sum whose outcome has arrived; 0: of none
@@ -149,12 +149,12 @@ cdef struct Backup:
     uint32_t entries_capacity
     uint64_t logged             # bytes of the entries' bodies
 
-cdef struct Coding:             # what a pool's thread tells the driver
+cdef struct Coding:             # report of a pool's thread to the driver
     int status                  # result of that encoding, decoding or copy
     Partition *next             # next in the pool's list of finished partitions
 
-# More than 20 fields: seven say which bytes these are and where they are summed, the others are
-# what the driver needs for each message of it.
+# More than 20 fields: seven say which bytes these are and where they are summed. The driver needs
+# the others for each message of the partition.
 cdef struct Partition:
     uint64_t key                # key in the job, as in messages
     uint64_t offset             # bytes from the tensor's start
@@ -227,7 +227,7 @@ cdef struct Matrix:
     uint32_t n_first            # partitions of P
     uint8_t state               # set by move_matrix
     bint broken                 # the summed Q is not finite
-    # what stands in the pool's heap for threads that take pieces; the first, for work on a GPU
+    # entries in the pool's heap for threads that take pieces; the first one, for work on a GPU
     Partition *hands
     uint32_t n_hands
     uint32_t working            # of these, those that have not come back

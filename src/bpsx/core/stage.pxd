@@ -2,7 +2,7 @@
 # `enter_on_gpu` does so for stages of GPUs and of the machine's other processes.
 #
 # Only the driver calls these functions, except `take_callbacks` and `run_callbacks`, which
-# whoever ends a task calls. The stages' codes are in partition.pxd.
+# the thread that ends a task calls. The stages' codes are in partition.pxd.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
@@ -245,7 +245,7 @@ cdef inline void sum_factor(Core *c, Tensor *tensor, int state) noexcept nogil:
 
 
 cdef inline bint goes_on(Core *c, Tensor *tensor) noexcept nogil:
-    """The rounds of all partitions of P, or of Q, are over. False: the step is, too.
+    """Continue a step after the rounds of all partitions of P, or of Q. False: it has ended.
 
     A machine's root that stands in for itself has no matrix to read: it only sums for the others.
     """

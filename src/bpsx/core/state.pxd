@@ -80,7 +80,7 @@ cdef struct Settings:           # constant once the core has started
     # bound.
     int64_t ahead_ns
     uint32_t processes          # workers that one push stands for
-    int64_t spin_ns             # how long a driver without progress yields the CPU before it parks
+    int64_t spin_ns             # time for which an idle driver yields the CPU before it parks
     bint telemetry              # count the bytes of completed tensors
     bint elastic                # keep outcomes: a server may be lost
     bint asynchronous           # lanes keep values, not sums of rounds
@@ -89,7 +89,7 @@ cdef struct Settings:           # constant once the core has started
     # the pool copies answers of at least so many bytes; 0: the driver copies all of them
     uint64_t copies_from
 
-cdef struct Role:               # who drives; guarded by the monitor
+cdef struct Role:               # the driver's role; guarded by the monitor
     bint driving                # a thread has the driver role
     bint parked                 # the driver sleeps in endpoint.wait and must be woken
     bint background_idle        # the background thread sleeps on the monitor
@@ -99,7 +99,7 @@ cdef struct Role:               # who drives; guarded by the monitor
     uint32_t waiters            # threads that sleep on the monitor until a task ends
     int64_t stopping            # written with the monitor held, read by any thread
 
-cdef struct Inbox:              # what the driver has not seen yet; guarded by the monitor
+cdef struct Inbox:              # work that is new to the driver; guarded by the monitor
     Task *first                 # submitted tasks
     Task *last
     Tensor *failing             # tensors that the driver is to fail

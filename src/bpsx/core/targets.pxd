@@ -1,5 +1,5 @@
-# Where slots of lost lanes, and of lanes that yield some, have gone. docs/internals/elastic.md has
-# the rule.
+# New places of the slots that lost lanes had, or that living lanes have yielded.
+# docs/internals/elastic.md has the rule.
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free
 

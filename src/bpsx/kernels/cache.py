@@ -33,12 +33,12 @@ from bpsx.config import kernel_cache, numba_settings
 log = logging.getLogger("bpsx.kernels")
 #: Name of the function in each piece of object code.
 SYMBOL = "bpsx_kernel"
-#: How the names of Numba's own functions begin.
+#: Prefixes of the names of Numba's own functions.
 _NUMBAS = ("numba_", "NRT_")
 _DIGEST = 32
 _told: set[str] = set()
 #: Compiles a function; returns it, with an ``.address``, and what returns its object code. It is
-#: :func:`bpsx.kernels.cpu.jit.compile_with_numba` for one function; whoever calls it imports Numba.
+#: :func:`bpsx.kernels.cpu.jit.compile_with_numba` for one function; a call imports Numba.
 Source = Callable[[], tuple[Any, Callable[[], bytes]]]
 
 

@@ -13,7 +13,7 @@ from bpsx.errors import ConfigError
 def import_compressors(modules: str) -> None:
     """Import the modules named in ``modules``, separated by commas.
 
-    Importing runs their code: whoever sets the variable controls this worker or server.
+    Importing runs their code, so the variable's value controls this worker or server.
 
     Raises :class:`~bpsx.errors.ConfigError`, which names option, module and cause.
     """

@@ -1,4 +1,4 @@
-"""What a training step is made of, read from the timeline of one worker."""
+"""Composition of a training step, read from the timeline of one worker."""
 
 from __future__ import annotations
 

@@ -31,5 +31,5 @@ def seconds(text: str) -> float:
 
 
 def given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the options ``names`` that the command line has, with their values."""
+    """Return the options of ``names`` that the command line has, with their values."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -107,7 +107,7 @@ class Plan(ABC):
 
     @property
     def patience(self) -> dict[str, str]:
-        """What the job has to know of restarts, unless the user has said it.
+        """Variables that let the job wait for restarted servers, unless the user has set them.
 
         It has to survive the death of a server, also on one machine, and to wait for the next one.
         """

@@ -91,11 +91,11 @@ class Child:
 
     @property
     def due(self) -> float | None:
-        """When :meth:`abandon` has to be called, if the child still runs; None: never."""
+        """Time at which to call :meth:`abandon` if the child still runs; None: never."""
         return None
 
     def abandon(self, now: float) -> str:
-        """End what reaches a process elsewhere that has not ended in time after SIGKILL.
+        """End the connection to a process elsewhere that SIGKILL has not ended in time.
 
         Returns a line for the user, or "" if it is not due.
         """

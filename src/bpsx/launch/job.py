@@ -55,7 +55,7 @@ class Job:
         self._plan = plan
         self._commands = commands or {}
         self._status = JobStatus(plan.forgiving)
-        # When to send which signal, to workers and to scheduler and servers.
+        # Schedules of the signals that end workers, and scheduler and servers.
         self._worker_ending = Ending(plan.grace + plan.telling, plan.kill_after)
         self._helper_ending = Ending(plan.grace, plan.kill_after)
         self._stragglers = Stragglers(self._status.scheduler, plan.grace, plan.kill_after)

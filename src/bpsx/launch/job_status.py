@@ -1,4 +1,4 @@
-"""What has happened in a job, and what follows from it: exit status and last line."""
+"""Events in a job's processes, and the results: exit status and last line."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class JobStatus:
         return "; ".join([*parts, *self.losses()])
 
     def losses(self) -> list[str]:
-        """How each process died that the job has survived, as texts."""
-        # One that was still starting when the job ended was no loss.
+        """Return a text for each death of a process that the job has survived."""
+        # A process that was still starting when the job ended was no loss.
         lost = [c for c in self.survived if not (c.overdue and (c in self.again or c in self.late))]
         stories = Counter(
             (child.story(), child.role == "scheduler" and "was started again") for child in lost

@@ -244,8 +244,8 @@ def timelines(
 ) -> Iterator[tuple[tuple[str, int], dict[str, Any] | None]]:
     """Make the job's processes record; yields each (role, rank) with what it has written.
 
-    Those that have written nothing in time come last, with None. Ctrl-C ends the recording; with
-    ``ends_early`` it is then used as it is.
+    Processes that have written nothing in time come last, with None. Ctrl-C ends the recording;
+    with ``ends_early`` it is then used as it is.
 
     Raises :class:`~bpsx.errors.RendezvousError` if there is nothing to record, or the job ends.
     """
@@ -281,7 +281,7 @@ def timelines(
         yield who, None
 
 
-#: Why a process has recorded nothing.
+#: Reason for which a process has recorded nothing.
 RECORDS_ALREADY = "is already recording: bpsx.trace_start() or another bpsx-run trace started that"
 
 

@@ -1,4 +1,4 @@
-"""When the launcher starts processes again that have died. Pure."""
+"""Schedule of the launcher's restarts of processes that have died. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Place:
 class Restarts:
     """The processes of a job that may be started again.
 
-    ``most``: how often, for all servers together, all worker machines together, and for the
+    ``most``: most restarts, of all servers together, of all worker machines together, and of the
     scheduler; None: :data:`SCHEDULERS` for the scheduler only. As the processes of a machine end
-    together, it counts once when each of them is started again. Callers pass the time.
+    together, a restart of each of them counts once. Callers pass the time.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -49,7 +49,7 @@ class Restarts:
         place.process, place.started = process, now
 
     def ended(self, name: str, now: float) -> str:
-        """A process has died; returns what follows, as text for people."""
+        """Note that a process has died; returns the consequence, as text for people."""
         place = self._places.get(name)
         if place is None or not self._most[place.process.role]:
             return ""
@@ -66,7 +66,7 @@ class Restarts:
         return text
 
     def _used(self, role: str) -> int:
-        """How often processes of a role have been started again; those of a machine count once."""
+        """Number of restarts of a role's processes; those of a machine count once together."""
         most: dict[str, int] = {}
         for name, place in self._places.items():
             if place.process.role == role:
@@ -80,7 +80,7 @@ class Restarts:
 
     @property
     def due(self) -> float | None:
-        """When the next process is to be started; None if no process is."""
+        """Time at which the next process is to be started; None if no process is."""
         return min(self._waiting.values(), default=None)
 
     def take(self, now: float) -> list[Process]:

@@ -1,4 +1,4 @@
-"""Reads what a scheduler tells its launcher: the state of the job, and its end."""
+"""Reads a scheduler's lines for its launcher: the state of the job, and its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _PIPE = 4096
 #: The lines that a launcher passes on begin with one of these.
 _NEWS = ("gone worker ", "entered worker ", "over")
-#: The first line that a launcher passes on to another one, if the job had lost that one's machine.
+#: The first line that a launcher passes on to another launcher whose machine the job had lost.
 AGAIN = "again"
 
 
@@ -44,7 +44,7 @@ class SchedulerState:
     def writer(self) -> Iterator[int]:
         """Yield the descriptor for a scheduler that is started meanwhile.
 
-        What an earlier one has written stays.
+        Lines of an earlier scheduler stay.
         """
         self.close()
         self._descriptor, writing = os.pipe2(os.O_CLOEXEC)
@@ -71,7 +71,7 @@ class SchedulerState:
         return self._ear >= 0
 
     def listen(self) -> None:
-        """Read what has come since; for the main loop."""
+        """Read the lines of ``far`` that have come since the last call; for the main loop."""
         with contextlib.suppress(OSError):  # nothing has, or it cannot be read
             while self._ear >= 0:
                 data = os.read(self._ear, _PIPE)
@@ -148,7 +148,7 @@ class SchedulerState:
         return {(words[1], int(words[3])) for words in lines if words[0] == "lost"}
 
     def entries(self, place: str) -> int:
-        """How often a worker has joined the running job in ``place``."""
+        """Number of times that a worker has joined the running job in ``place``."""
         return self._lines().count(f"entered {place}")
 
     def gone(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""What it takes to start a process of a job: variables, set-up after the fork, error messages."""
+"""Start of a job's processes: variables, set-up after the fork, error messages."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def job_variables(
 ) -> dict[str, str]:
     """The variables that make a process the ``index``-th of ``role`` in a job.
 
-    ``address``: the scheduler's address and port. ``workers``, ``servers``: how many machines run
-    workers, and how many servers there are. ``secret``: the job's, unless the user has set one.
+    ``address``: the scheduler's address and port. ``workers``, ``servers``: numbers of worker
+    machines and of servers. ``secret``: the job's, unless the user has set one.
     """
     changes = {
         "DMLC_ROLE": role,

@@ -21,14 +21,14 @@ class Stragglers:
 
     def __init__(self, scheduler: SchedulerState, grace: float, kill_after: float) -> None:
         self._scheduler, self._grace, self._kill_after = scheduler, grace, kill_after
-        # Process -> its place, and how often a worker had joined there before it was started; -1
-        # for a worker with which the job begins, and for a server.
+        # Process -> its place, and :meth:`entries` before it was started; -1 for a worker with
+        # which the job begins, and for a server.
         self._places: dict[Child, tuple[str, int]] = {}
         self._graces: dict[Child, float] = {}
         self._endings: dict[Child, Ending] = {}
 
     def entries(self, process: Process) -> int:
-        """How often a worker has joined the running job in the place of ``process``."""
+        """Number of times that a worker has joined the running job in the place of ``process``."""
         return self._scheduler.entries(process.place)
 
     def started(self, child: Child, process: Process, before: int = -1) -> None:
@@ -73,7 +73,7 @@ class Stragglers:
 
     @property
     def due(self) -> float | None:
-        """When the next signal is due; None if none is."""
+        """Time at which the next signal is due; None if none is."""
         due = [e.due for c, e in self._endings.items() if c.status is None and e.due is not None]
         return min(due, default=None)
 

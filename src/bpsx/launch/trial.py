@@ -22,7 +22,7 @@ _ANSWER = re.compile(r"\[worker 0(?: [^\]]*)?\] (\{.*)")
 
 
 class Ended(NamedTuple):
-    """What a job has printed. ``status`` None: it did not end in time."""
+    """Exit status and output of a job. ``status`` None: it did not end in time."""
 
     status: int | None
     out: str

@@ -41,7 +41,7 @@ _Since: TypeAlias = tuple[weakref.ref[Any], int]
 
 
 def _since() -> _Since:
-    """Return the session, and how often workers have joined: with others, steps begin anew."""
+    """Return the session and its number of entries: a change of either begins the steps anew."""
     session = adapter.session()
     return weakref.ref(session), session.entries
 
@@ -124,7 +124,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
         self._known_to, self._alike = _since(), False
-        # Where the last comparison was, and its error.
+        # The session and entries of the last comparison, and its error.
         self._compared_in, self._refusal = None, ""
         # The number of workers in the sums of allreduce_grads(), an array; None: of all.
         self._summed: Any = None
@@ -160,7 +160,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _allreduce_grads(self) -> None:
         refuse_gradients(_VERB, "call step()")
-        # Where a worker may be lost, only the sums know how many workers are in them.
+        # If workers may be lost, only the sums know how many workers are in them.
         self._summed = self._exchange(self._rate, counts=adapter.session().shrinks)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
@@ -207,7 +207,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         # gradients would be lost in half precision.
         after = 1.0 if self._exchange.compresses else self._scale
         session = adapter.session()
-        # Where a worker may be lost, only the server knows how many workers it sums.
+        # If workers may be lost, only the server knows how many workers it sums.
         average = session.shrinks
         scale = self._scale / after / (batch_size * (1 if average else session.size))
         absent = self._exchange.agree_on_users() if ignore_stale_grad else ()

@@ -9,7 +9,7 @@ much: on 32 servers a ResNet-50 has no more than 3 MB each. docs/decisions/0025.
 
 A lost server's slots move to the others by a rule per lane (:data:`Moves`), and some slots of a
 living lane to servers with less than their share (:data:`Yields`). A place that has been given out
-never changes: whoever uses it applies the rules (:class:`bpsx.scheduler.terms.Terms`).
+never changes: its users apply the rules (:class:`bpsx.scheduler.terms.Terms`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Yields = list[tuple[int, int, list[tuple[int, int]]]]
 
 
 class Assignment(NamedTuple):
-    """Where a partition is summed.
+    """Key of a partition, and the lane and slot that sum it.
 
     ``key``: unique in the job. ``lane``: number among all lanes of all servers. ``slot``: index on
     that lane. ``length``: bytes; the partition begins where the previous one ends.
@@ -285,7 +285,7 @@ class Placement:
         for server in lost:
             self._leave_out(server)
         for lane, count in slots.items():
-            # Keys that nobody knows any more may have such slots, unless the lane has yielded them.
+            # Keys that only lost workers knew may have such slots, unless the lane yielded them.
             self._sizes[lane] += [1] * (count - len(self._sizes[lane]))
         for lane, limit, targets in yields:
             self._yielded.add(lane)

@@ -81,13 +81,13 @@ class Cluster(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How a gradient is sent: bytes on the wire of each of its round trips, and its costs."""
+    """Exchange of one gradient: bytes on the wire of each round trip, and processors' costs."""
 
     wire: tuple[float, ...]
     costs: Costs
 
 
-#: Which exchange a gradient gets.
+#: Chooses the exchange of a gradient.
 Chooser = Callable[[Gradient], Exchange]
 
 

@@ -1,4 +1,4 @@
-"""How a worker leaves its job because it has to end: SIGTERM, or a call of the script.
+"""Departure of a worker from its running job, after SIGTERM or a call of the script.
 
 docs/internals/elastic-departures-workers.md has the protocol beneath.
 """
@@ -59,7 +59,7 @@ class Notice:
     def __init__(self, grace: float) -> None:
         """``grace``: seconds from the signal to the end of a process that has not left."""
         self._grace, self._pid = grace, os.getpid()
-        self._first = 0.0  # when the first signal came; 0: none has
+        self._first = 0.0  # time of the first signal; 0: none has come
         self._over = False
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._before: Any = signal.signal(signal.SIGTERM, self._at)

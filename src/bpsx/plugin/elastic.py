@@ -43,7 +43,7 @@ class State:
     _OWN: tuple[str, ...] = ("_saved", "_names", "_callbacks", "_departures")
     #: Exceptions of the framework whose text may be that of an error of bpsx.
     _FOREIGN: tuple[type[Exception], ...] = ()
-    #: How to have an object sent that is not a value.
+    #: Advice in an error: how to send an object that cannot be a value.
     _INSTEAD = ""
 
     def __init__(self, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""How the gradients of one optimizer travel: their names on the wire and their compression."""
+"""Exchange of one optimizer's gradients: their names on the wire and their compression."""
 
 from __future__ import annotations
 

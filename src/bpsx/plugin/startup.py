@@ -89,7 +89,7 @@ def odd_ones(column: Sequence[int]) -> tuple[int, list[int]]:
 
 
 class Subject(NamedTuple):
-    """What is compared, for messages.
+    """Texts that describe a comparison in error messages.
 
     ``what``: the owner of the names, which begins each message. ``here``: this worker's names, for
     people. ``call``: the call that makes weights equal. ``things``: the objects that have the

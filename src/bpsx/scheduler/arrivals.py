@@ -106,7 +106,7 @@ class Arriving(Surviving):
         return not elastic_is_off(self._given(), self.machines)
 
     def _for_server(self, node: Node, first: int) -> dict[str, Any]:
-        """What WELCOME tells a server, besides what it tells all. ``first``: its first lane."""
+        """The fields of WELCOME that only servers get. ``first``: number of its first lane."""
         assert self.terms is not None
         joined, joins = self._joins.marks(self.processes)
         workers, dropped = self._of("worker"), self.terms.dropped

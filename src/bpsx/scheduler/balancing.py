@@ -40,7 +40,7 @@ class Balancing(Planned):
         self._uneven_since = now if self._uneven_since is None else self._uneven_since
 
     def _share_again(self, now: float) -> None:
-        """Workers were lost or have joined: the bytes may be divided by their machines."""
+        """Divide the bytes anew after workers were lost or have joined, in mixed mode."""
         worker = self._roster.a_worker()
         if self.terms is None or worker is None or not worker.config["BYTEPS_ENABLE_MIXED_MODE"]:
             return

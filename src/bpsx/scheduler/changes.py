@@ -47,7 +47,7 @@ class Changes:
         self._latest: deque[Change] = deque(maxlen=MOST)
 
     def ended(self, term: int, text: str, at: float | None) -> None:
-        """A node was lost, or has left in good order. ``text``: how it ended, as in TERM.
+        """Note a node that was lost or has left in good order. ``text``: its end, as in TERM.
 
         ``term``: 0 if the job waits for another server first; the call is repeated then.
         """
@@ -61,11 +61,11 @@ class Changes:
         self._latest.append(Change(term, what, who, why or how, at))
 
     def joined(self, term: int, who: str, at: float | None, seconds: float | None = None) -> None:
-        """A node has joined. ``seconds``: for which the workers had stopped for that."""
+        """Note a node that has joined. ``seconds``: for which the workers had stopped for that."""
         self._latest.append(Change(term, "joined", who, "", at, seconds))
 
     def moved(self, term: int, to: str, at: float | None) -> None:
-        """Keys of living servers move to the servers ``to``."""
+        """Note that keys of living servers move to the servers ``to``."""
         self._latest.append(Change(term, "moved", to, "they lacked keys", at))
 
     def restored(self, term: int, text: str, entered: bool, yields: bool) -> None:

@@ -34,7 +34,7 @@ TICK = 1.0
 _RETRY_SECONDS = 1.0
 #: Milliseconds of silence after which nothing more comes from an ended connection.
 _LAST_MS = 100
-#: What a node tells another scheduler: AGAIN's fields, then the messages that follow.
+#: A node's report to a restarted scheduler: the fields of AGAIN, and the messages that follow it.
 Report = tuple[dict[str, Any], list[bytes]]
 
 
@@ -79,10 +79,10 @@ class Link(Entering):
         becomes readable, all functions are called.
 
         With ``report``, the link of an elastic job waits for another scheduler if this one dies.
-        ``report`` returns what that one needs; the link adds the fields of HELLO. ``resumed`` is
-        called when the job has a scheduler again. It must send what has no answer yet: everything
-        sent since the connection ended was dropped, and everything sent shortly before may have
-        been.
+        ``report`` returns this node's :data:`Report`; the link adds the fields of HELLO.
+        ``resumed`` is called when the job has a scheduler again. It must send all unanswered
+        messages again: those sent since the connection ended were dropped, and those sent shortly
+        before may have been.
         """
         if self._wait:
             self._report, self._resumed = report, resumed
@@ -211,7 +211,7 @@ class Link(Entering):
             handle(message)
 
     def _part_well(self, message: dict[str, Any], handle: Callable[[dict[str, Any]], None]) -> None:
-        """Nothing of this node is needed any more: GOODBYE."""
+        """Handle GOODBYE: this node is not needed any more."""
         self._move(LinkEvent.GOODBYE)
         self.goodbye.set()
         handle(message)
@@ -219,7 +219,7 @@ class Link(Entering):
     # ---- without a scheduler
 
     def _part(self, lost: Callable[[str], None]) -> None:
-        """The connection has ended: wait for another scheduler, or give up."""
+        """Wait for another scheduler after the connection has ended, or give up."""
         before = self._state
         self._move(LinkEvent.CONNECTION_ENDED)
         if before is LinkState.CONNECTED:
@@ -237,7 +237,7 @@ class Link(Entering):
             self._renew(0.0 if before is LinkState.CONNECTED else _RETRY_SECONDS)
 
     def _why_over(self) -> str:
-        """Why this node does not wait for a scheduler any longer."""
+        """Return why this node does not wait for a scheduler any longer."""
         text = f"the {self.where} is gone: its connection broke"
         if not self.outlives_scheduler:
             return text
@@ -245,7 +245,7 @@ class Link(Entering):
         return text + (f"; {self._warned}" if self._warned else "")
 
     def _end(self, event: LinkEvent, text: str, lost: Callable[[str], None]) -> None:
-        """There will be no scheduler any more, for the reason ``text``."""
+        """Stop waiting for a scheduler, for the reason ``text``."""
         self._move(event)
         self._outbox.clear()
         if not self.goodbye.is_set():
@@ -283,7 +283,7 @@ class Link(Entering):
             self._end(LinkEvent.WAIT_OVER, self._why_over(), lost)
 
     def _introduce(self) -> None:
-        """Tell the scheduler that has come who this node is, and what it knows of the job."""
+        """Introduce this node to the new scheduler: send AGAIN and the report's messages."""
         assert self._report is not None
         fields, parts = self._report()
         again = {**self._hello, **fields, "bye": self._bye, "parts": len(parts)}

@@ -50,7 +50,7 @@ class Vanished:
         self.miss(node, text)
 
     def back(self, node: Node, lacking: int) -> None:
-        """A node has come: it, or the one that it replaces, is no longer missed.
+        """Note that a node has come: it, or the node that it replaces, is no longer missed.
 
         ``lacking``: number of servers still missing.
         """
@@ -75,10 +75,10 @@ class Vanished:
         ]
 
     def due(self, now: float, grace: float) -> tuple[float, str] | None:
-        """When the first missed node counts as dead, and the text to send then; None without any.
+        """Return the time at which the first missed node counts as dead, and the text to send then.
 
         A node counts as dead ``grace`` seconds after the first call that saw it; ``now``: this
-        call's time.
+        call's time. Returns None if no node is missed.
         """
         for one in self._missed:
             one.since = now if one.since is None else one.since

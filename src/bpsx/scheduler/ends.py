@@ -1,4 +1,4 @@
-"""How the connections of a scheduler's nodes end: by the node, or by its silence."""
+"""Tells connections that a node has ended from connections that ended because it was silent."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ class Ends:
 def _was_silent(state: int, retransmits: int) -> bool:
     """Whether the peer was silent. Arguments: from TCP_INFO.
 
-    The kernel gives a connection up after it has sent something again several times in vain.
+    The kernel gives a connection up after several retransmissions without an answer.
     """
     return state not in _ENDED and not (state == _CLOSED and retransmits == 0)

@@ -1,4 +1,4 @@
-"""How a node enters its job: it connects to the scheduler, says HELLO and waits for WELCOME."""
+"""Entry of a node into its job: connects to the scheduler, sends HELLO, awaits WELCOME."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from bpsx.scheduler.terms import ELASTIC, REPLACE
 
 #: Seconds in which newcomers have to connect to all lanes, while all workers wait.
 CONNECT_SECONDS = 10.0
-#: What a newcomer waits for, as it tells its user.
+#: Texts for a newcomer's user: the event that the newcomer waits for.
 _NEXT_BOUNDARY = "the running job, which lets workers in when all have reached a commit()"
 _VACANCY = "a vacant place in the running job: it has as many workers as it may (BPSX_MAX_WORKERS)"
 
@@ -54,10 +54,10 @@ class Growing(Leaving):
         self._order: dict[int, None] = {}  # numbers of the living workers, in the order of entry
         self.entered: dict[int, int] = {}  # workers that have joined late -> the term
         self._full = 0  # most workers that the job has had at a time
-        # Newcomers of whom the launcher does not know yet that they have not entered, or have.
+        # Newcomers that were refused or have entered, and that the launcher has yet to hear of.
         self.turned_away: list[Node] = []
         self.let_in: list[int] = []
-        self._fresh: set[int] = set()  # those of them that may not have got the model yet
+        self._fresh: set[int] = set()  # entered workers that may not have got the model yet
         self._unsaid = False  # a worker was lost, and the scripts have not agreed on a moment
         # All workers have stopped, and wait for others, since then; and the latest report of that.
         self._stopped: float | None = None
@@ -251,7 +251,7 @@ class Growing(Leaving):
         return out + self._to_all({"type": "SOON", "meeting": self._meeting.number})
 
     def _guests(self) -> dict[bytes, Newcomer]:
-        """The newcomers whose places are vacant. Those that want any get one."""
+        """Return the newcomers whose places are vacant. One that accepts any place gets one."""
         live = self._roster.live
         for newcomer in self._newcomers.values():
             if newcomer.node.rank < 0:
@@ -265,7 +265,7 @@ class Growing(Leaving):
     def _refuse_unfit(self, now: float) -> list[Output]:
         """Refuse the newcomers that came before the job began, and whose options differ from it.
 
-        And those whose places are taken by workers that are not dead.
+        Also refuse newcomers whose places belong to living workers.
         """
         out, guests = [], self._guests()
         for ident, n in list(guests.items()):
@@ -280,7 +280,7 @@ class Growing(Leaving):
         return out + self._refuse_newcomers(why, late)
 
     def _disturbed(self) -> str:
-        """Why the workers cannot meet now; "": they can."""
+        """Return why the workers cannot meet now; "" if they can."""
         if self._joins.joined:
             return "workers are in join()"
         if (self._roster.leaving or self._sender_left is not None) and not self._all_leave:
@@ -288,7 +288,7 @@ class Growing(Leaving):
         return ""
 
     def _in_vain(self) -> str:
-        """Why this meeting is of no use any more; "": it is."""
+        """Return why this meeting has become useless; "" if it has not."""
         connecting = self._meeting.state is MeetingState.CONNECTING
         if connecting:
             of_use = any(newcomer.welcomed for newcomer in self._newcomers.values())
@@ -351,7 +351,7 @@ class Growing(Leaving):
         return replaces and staying + guests < max(self.size, self._full)
 
     def _wait_for_workers(self, now: float) -> list[Output]:
-        """All have stopped, and wait for workers in the places of lost ones."""
+        """Wait, with all workers stopped, for workers in the places of lost ones."""
         since = self._stopped = now if self._stopped is None else self._stopped
         left = since + self.elastic_wait - now
         lost = names([f"worker {rank}" for rank in sorted(self._dropped)])
@@ -370,7 +370,7 @@ class Growing(Leaving):
         return []
 
     def _look_at_the_clock(self, now: float) -> list[Output]:
-        """Call the meeting off if somebody keeps all others waiting for too long."""
+        """Cancel a meeting that exceeds its time limit."""
         meeting, waited = self._meeting, now - self._meeting.since
         if meeting.state is MeetingState.CONNECTING and waited >= CONNECT_SECONDS:
             late = names([str(self._newcomers[ident].node) for ident in meeting.awaited])
@@ -414,9 +414,9 @@ class Growing(Leaving):
         return []
 
     def _part_again(self, now: float) -> list[Output]:
-        """All workers have stopped because one was lost: they go on, and their scripts hear of it.
+        """End a meeting without newcomers: scripts now see which workers were lost or have left.
 
-        A term tells so, as another scheduler has to repeat it to those who lack it.
+        A term announces it, as another scheduler has to repeat it to workers that lack it.
         """
         assert self.terms is not None
         self._meeting.move(MeetingEvent.ALL_MET, (), now)
@@ -436,7 +436,7 @@ class Growing(Leaving):
         return [*self._to_all(off), *((ident, off) for ident in told), *self._replay()]
 
     def _welcome_newcomers(self, guests: dict[bytes, Newcomer], now: float) -> list[Output]:
-        """All workers have stopped: the newcomers connect to the lanes."""
+        """Let the newcomers connect to the lanes, now that all workers have stopped."""
         self._meeting.move(MeetingEvent.ALL_HERE, guests, now)
         self._paused = now
         servers = self._of("server")
@@ -462,7 +462,7 @@ class Growing(Leaving):
         return [(ident, {**welcome, "rank": n.node.rank}) for ident, n in guests.items()]
 
     def _tell_servers(self, now: float) -> list[Output]:
-        """All newcomers have connected: from now on lanes count on them."""
+        """Tell the servers of the newcomers, which have all connected to the lanes."""
         assert self.terms is not None
         self._meeting.move(MeetingEvent.ALL_READY, (), now)
         return self._clear(self.terms.number + 1)
@@ -483,7 +483,7 @@ class Growing(Leaving):
         return out + self._release(self._joins.over())
 
     def _let_in(self) -> list[Output]:
-        """The last server has cleared: all go on, with the newcomers."""
+        """Let all workers go on with the newcomers, after the last server has cleared."""
         assert self.terms is not None
         self._meeting.move(MeetingEvent.ALL_CLEARED, (), self._now)
         # Processes of a machine get places next to each other.

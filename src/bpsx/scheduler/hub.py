@@ -92,7 +92,7 @@ class Hub:
         # be unread.
         self._gone: list[tuple[bytes, bool]] = []
         self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
-        self._looked = time.monotonic()  # when it has last waited for events
+        self._looked = time.monotonic()  # time of the last wait for events
         self._silence, self._silent_until = 0.0, -math.inf  # the latest silence of this process
         self._members = Rebuilding(
             config.num_worker,

@@ -1,4 +1,4 @@
-"""The barrier of ``join()``: which workers have joined, and when all have. Pure.
+"""The barrier of ``join()``, which opens when all workers have joined. Pure.
 
 Owned by the hub's only thread. A worker that has joined pushes nothing more, and the lanes close
 rounds without it. When all workers have joined, the servers first clear their marks of joined
@@ -55,7 +55,7 @@ class Joins:
         return [(s, joined) for s in told]
 
     def clear(self, holders: Iterable[bytes], **more: Any) -> list[tuple[bytes, dict[str, Any]]]:
-        """Nothing is under way: let all ``holders`` count rounds from zero, as after a join.
+        """Let all ``holders`` count rounds from zero, as after a join. Nothing is under way.
 
         ``more``: further fields of their messages.
         """
@@ -66,7 +66,7 @@ class Joins:
     def left(
         self, live: Collection[int], servers: Iterable[bytes], roots: Mapping[int, bytes]
     ) -> list[tuple[bytes, dict[str, Any]]]:
-        """A worker is gone, and not awaited any more; it may have been the last one.
+        """Stop awaiting a worker that is gone; clear the marks if all others have joined.
 
         Arguments as in :meth:`join`.
         """
@@ -96,7 +96,7 @@ class Joins:
         return self.cleared(holder, self.generation) if holder in self._awaited else None
 
     def marks(self, processes: int) -> tuple[list[int], int]:
-        """What servers know: the ranks that have joined, and the number of joins that have ended.
+        """Return the servers' marks: the ranks that have joined, and the number of ended joins.
 
         A join whose marks are being cleared counts as ended. ``processes``: as in :meth:`join`.
         """

@@ -65,7 +65,7 @@ class Leaving(Shrinking):
         return node.role == "worker" and self._roster.workers.get(node.rank) is not node
 
     def changes(self, now: float) -> dict[str, Any]:
-        """How often nodes of the running job were lost, have left and have joined; for observers.
+        """Return the numbers of lost, departed and joined nodes, and the term; for observers.
 
         Any thread may call it. ``now``: time of the hub's clock.
         """
@@ -99,13 +99,13 @@ class Leaving(Shrinking):
 
     @property
     def _all_leave(self) -> bool:
-        """Whether the job is to end: all want to leave, and no other can get the model of them."""
+        """Whether the job is to end: all workers want to leave, and none joins to get the model."""
         wishing, live = self._wishing, len(self._roster.live)
         others = self._guests() if live == self.processes else self._newcomers
         return bool(wishing) and len(wishing) == live and not others
 
     def _why_needed(self) -> str:
-        """Why none of the workers that want to leave may, or ""."""
+        """Return why no worker may leave, or ""."""
         if self._all_leave:
             return ""
         if why := super()._fixed_workers():
@@ -130,7 +130,7 @@ class Leaving(Shrinking):
         return [node for node in wishing if node.rank not in staying]
 
     def _leave(self, now: float) -> list[Output] | None:
-        """All workers have stopped: let some leave, or announce it. None: there is nothing to do.
+        """Let workers leave now that all have stopped, or announce it. None: none may leave.
 
         They leave at once if that has been announced in this meeting, if all leave, or if all wait
         for others to join already.
@@ -156,7 +156,7 @@ class Leaving(Shrinking):
         return out
 
     def _announce(self, leaving: list[Node], now: float) -> list[Output]:
-        """Tell all workers who leaves at their next boundary, where they stop again."""
+        """Announce the leavers to all workers, which stop again at the next boundary."""
         assert self.terms is not None
         live = [w.ident for w in self._roster.live.values()]
         self._meeting.move(MeetingEvent.ANNOUNCED, live, now)
@@ -169,7 +169,7 @@ class Leaving(Shrinking):
         return [(ident, term) for ident in live]
 
     def _end(self, now: float) -> list[Output]:
-        """All workers leave, and nothing of them is under way: the job is done."""
+        """End the job: all workers leave, and nothing of theirs is under way."""
         self._meeting.move(MeetingEvent.ALL_MET, (), now)
         self.notes.append("all workers leave the job")
         out: list[Output] = []

@@ -76,12 +76,12 @@ class Meeting:
         self.awaited: set[bytes] = set()
         self.since = 0.0
         self.guests = False  # whether newcomers enter
-        self.names = ""  # what one of the workers tells them of names
+        self.names = ""  # declared names, which one of the workers tells the newcomers
         self.announced = False
         self._passed = 0  # the largest number of boundaries that a worker has passed
 
     def move(self, event: MeetingEvent, awaited: Collection[bytes], now: float) -> None:
-        """Enter the state after ``event``; ``awaited``: connections that have to answer in it."""
+        """Enter the state after ``event``. ``awaited``: connections that must answer in it."""
         self.state = MEETING.after(self.state, event)
         self.awaited, self.since = set(awaited), now
         if event is MeetingEvent.CALLED:
@@ -91,7 +91,7 @@ class Meeting:
             self.announced, self.names = True, ""  # there may be more names at the next boundary
 
     def answer(self, state: MeetingState, ident: bytes, m: dict[str, Any]) -> None:
-        """Take AT, HERE or READY; those of other meetings mean nothing."""
+        """Handle AT, HERE or READY; ignore those of other meetings."""
         if m["meeting"] != self.number or self.state is not state:
             return
         self.awaited.discard(ident)

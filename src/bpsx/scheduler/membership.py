@@ -57,7 +57,7 @@ class Membership(Growing):
         self.epoch = 0  # number of resets after a stall
         # The first worker that left without a failure.
         self._first_leaver: Node | None = None
-        #: What was chosen for the job, as text for the log; the hub takes them away.
+        #: Choices made for the job, as texts; the hub logs them and clears this list.
         self.choices: list[str] = []
         # None: the size of partitions is not chosen.
         self._tuning: tuning.PartitionTuning | None = None
@@ -227,7 +227,7 @@ class Membership(Growing):
         if not self._roster.unheard:
             joins, self._deferred_joins = self._deferred_joins, {}
             for ident, generation in joins.items():
-                out += self.join(ident, generation)  # which may hold it once more
+                out += self.join(ident, generation)  # which may defer it once more
         leaving = self._roster.leaving
         if self.terms is not None and len(leaving) == len(self._roster.live):
             self.terms.all_leave()
@@ -577,7 +577,7 @@ class Membership(Growing):
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
     def _deaths(self) -> list[str]:
-        """How workers died that an asynchronous job has survived."""
+        """Return a text for each worker's death that an asynchronous job has survived."""
         return [loss.why for loss in self._dead]
 
     def _fail(

@@ -125,13 +125,13 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "BROKEN": {"server": _POSITION, "alone": (bool, 0, 1)},
     #: A worker has passed so many boundaries; it has stopped; a newcomer has connected.
     "AT": {"meeting": _POSITION, "boundary": (int, 0, 2**62)},
-    #: ``names``: what newcomers have to know of names, if MEET has asked for it.
+    #: ``names``: the declared names, for newcomers, if MEET has asked for them.
     "HERE": {"meeting": _POSITION, "names": (str, 0, MAX_BYTES_TO_HUB)},
     "READY": {"meeting": _POSITION},
     #: A worker that has joined has got the model: it has passed its first boundary.
     "SYNCED": {},
     #: A node has to end and asks to leave the running job: the reply is GOODBYE or STAY. ``needs``:
-    #: what a worker has called that cannot go on without all workers.
+    #: a call of the worker's that cannot go on without all workers.
     "DEPART": {"why": _TEXT, "needs": _TEXT},
     "BYE": {"failure": _TEXT},
     "CLOCK": {"at": (int, 0, 2**63)},

@@ -52,7 +52,7 @@ class Planned(Arriving):
         return out
 
     def _why_kept(self, node: Node) -> str:
-        """Why the job needs a server that wants to leave, or ""."""
+        """Return why the job needs a server that wants to leave, or ""."""
         if node.presence is Presence.COMING:  # it has no keys
             return ""
         if why := self._fixed_servers():

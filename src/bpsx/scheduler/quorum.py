@@ -1,4 +1,4 @@
-"""Which workers suffice to go on, so that a split network has at most one job. Pure.
+"""Quorum of workers that may go on, so that a split network has at most one job. Pure.
 
 docs/internals/elastic-scheduler.md has the rule. A scheduler that loses workers in silence cannot
 tell whether they have died, or live on the other side of a split network, where another scheduler
@@ -32,15 +32,15 @@ class Quorum:
         self._silent: set[int] = set()  # lost meanwhile
 
     def confirm(self, order: Iterable[int]) -> None:
-        """All living workers know that they are those of ``order``, in the order of entry."""
+        """Note that all living workers know ``order``: these workers, in the order of entry."""
         self._orders, self._silent = [list(order)], set()
 
     def change(self, order: Iterable[int]) -> None:
-        """A term begins with the workers ``order``, of which some may not hear."""
+        """Note a term that begins with the workers ``order``, some of which may not hear of it."""
         self._orders.append(list(order))
 
     def lose(self, ranks: Iterable[int]) -> None:
-        """Workers of the job were lost in silence."""
+        """Note workers of the job that were lost in silence."""
         self._silent.update(ranks)
 
     def holds(self, living: Collection[int], more: Collection[int] = ()) -> bool:

@@ -22,7 +22,7 @@ from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import Told
 from bpsx.scheduler.tuning import restored_size, tunes_partitions
 
-#: Why a server is refused that was about to join.
+#: Reasons for which this scheduler refuses nodes that come back.
 _SILENT = "this scheduler had lost its connections to all workers, and ends"
 _ALONE = "this scheduler does not know yet whether the job goes on with it"
 _STRANGER = "this server had not joined the job when its scheduler died: start it again"
@@ -124,7 +124,7 @@ class Rebuilding(Membership):
         return f"this process has been replaced: the scheduler had lost its connection to {who}"
 
     def gone(self, ident: bytes, why: str, now: float = 0.0) -> list[Output]:
-        """Remove a node whose connection has ended; one that has come back may come back anew."""
+        """Remove a node whose connection has ended; its report, too, as it may send AGAIN anew."""
         self._hellos.pop(ident, None)
         for number, job in list(self._jobs.items()):
             job.reports.pop(ident, None)
@@ -133,7 +133,7 @@ class Rebuilding(Membership):
         return super().gone(ident, why, now)
 
     def returned_text(self) -> str:
-        """Which nodes of running jobs are back, and which are missing; for the log."""
+        """Return, for the log, the nodes of running jobs that are back or missing."""
         return "; ".join(
             f"back: {len(job.workers)} workers and {len(job.servers)} servers; missing:"
             f" {job.missing() or 'none'}"
@@ -344,7 +344,7 @@ class Rebuilding(Membership):
         ]
         told = job.told_dropped
         for rank in sorted({*told, *job.dropped, *job.absent_workers()}):
-            # Where it was is not known any more.
+            # Its host and process id are not known any more.
             node = Node(b"dropped %d" % rank, "worker", rank, "lost", 0, [], options)
             nodes.append(node)
             departed += [node] if rank in told else []
@@ -539,7 +539,7 @@ class Rebuilding(Membership):
         return sum(bool(term["entered"]) for term in self._history[terms:])
 
     def _restore_joins(self, job: Returning, servers: dict[int, Report]) -> list[Output]:
-        """Go on with join(): tell workers that it is over, or holders of marks who has joined."""
+        """Resume join(): tell workers that it is over, or holders of marks the joined ranks."""
         workers, live = job.workers, self._roster.live
         # Each TERM with newcomers counts as a join, and may have been sent just now.
         joins = {r.ident: r.joins + self._entries_after(len(r.terms)) for r in workers.values()}
@@ -589,7 +589,7 @@ def _dismissed(report: Report, text: str) -> Output:
 
 
 def _leaves(m: dict[str, Any]) -> bool:
-    """Whether AGAIN ``m`` comes from a worker that waits for the end of its stay in the job."""
+    """Whether AGAIN ``m`` comes from a worker that has stopped and waits for its GOODBYE."""
     return m["role"] == "worker" and bool(m["state"]["leaves"])
 
 

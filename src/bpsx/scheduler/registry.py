@@ -153,7 +153,7 @@ class Registry:
         return found
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """The processes of a machine are lost: others in their places know none of its tensors."""
+        """Forget a lost machine's processes: their successors know none of its tensors."""
         for rank in ranks:
             self._unadopted.pop(rank, None)
             for known in self._tensors.values():

@@ -1,4 +1,4 @@
-"""What nodes tell a scheduler that was started again: AGAIN and KNOWN, checked. Pure.
+"""Reports of nodes to a restarted scheduler: AGAIN and KNOWN, checked. Pure.
 
 :func:`parse` and :meth:`Report.add` raise :class:`ValueError`, :class:`TypeError` or
 :class:`KeyError` for messages whose contents are not as docs/internals/elastic-scheduler.md says.
@@ -51,13 +51,13 @@ class Term:
 
 @dataclass
 class Report:
-    """What one node has said.
+    """A node's AGAIN and KNOWN messages, merged.
 
-    ``failure``: why the job has failed, as far as it knows. ``bye``: the failure in its BYE; None:
-    it has not said BYE. ``parts``: number of KNOWN that have not come yet. ``broken``: lanes
+    ``failure``: why the job has failed, as far as the node knows. ``bye``: the failure in its BYE;
+    None: it has not said BYE. ``parts``: number of KNOWN that have not come yet. ``broken``: lanes
     (worker) or ranks (server) to which it has lost the data connection. The other fields are those
-    of AGAIN's ``state``; a worker has those up to ``known``, a server the last. A worker that does
-    not speak to servers has not heard of those that came late.
+    of AGAIN's ``state``: up to ``known`` of a worker, the others of a server. A worker that does
+    not speak to servers has not heard of servers that came late.
     """
 
     ident: bytes

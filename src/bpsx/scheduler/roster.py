@@ -140,7 +140,7 @@ class Roster:
             node.go(PresenceEvent.STARTED)
 
     def defer(self, node: Node, goodbye: dict[str, Any]) -> None:
-        """A worker wants to leave, but has to wait: others need it, or confirm errors."""
+        """Note a worker that has to wait before it leaves: others need it, or confirm errors."""
         node.go(PresenceEvent.ASKED_TO_LEAVE)
         node.goodbye = goodbye
         self.leaving[node.ident] = node
@@ -184,7 +184,7 @@ class Roster:
         node.supply = SUPPLY.after(node.supply, SupplyEvent.JOINED)
 
     def all_joined(self) -> None:
-        """All workers have joined: they have data again."""
+        """Note that all workers have joined, and have data again."""
         for node in self.workers.values():
             if node.supply is Supply.JOINED:
                 node.supply = SUPPLY.after(node.supply, SupplyEvent.ALL_JOINED)

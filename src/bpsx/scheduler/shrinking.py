@@ -55,7 +55,7 @@ class Shrinking(Balancing):
         return [live[r] for r in self._machine(node.rank) if r in live and r != node.rank]
 
     def _whole_machines(self, ranks: Iterable[int]) -> set[int]:
-        """Those of ``ranks`` whose machines have all of their processes among them."""
+        """Return the ``ranks`` on machines all of whose processes are among ``ranks``."""
         found = {*ranks}
         return {rank for rank in found if found.issuperset(self._machine(rank))}
 
@@ -96,7 +96,7 @@ class Shrinking(Balancing):
         )
 
     def note_silence(self, ident: bytes) -> None:
-        """The connection of a node has not ended; it was silent for too long. It is gone next."""
+        """Note that a node was silent for too long; :meth:`gone` removes it next."""
         node = self.nodes.get(ident)
         if node is not None and not node.left:
             node.silent = True
@@ -113,9 +113,9 @@ class Shrinking(Balancing):
         return out
 
     def _must_take_part(self, node: Node) -> bool:
-        """Whether lanes wait for what ``node`` says of its keys: then even a leaver is lost.
+        """Whether lanes wait for reports of ``node`` on its keys: even a leaver is then lost.
 
-        If only it has a result, no other worker has committed the round.
+        If only ``node`` has a result, no other worker has committed the round.
         """
         return (
             self._survives_workers

@@ -154,7 +154,7 @@ class Stalls:
         self._look(rank)
 
     def _count(self, key: Key, pushed: _Pushed, rank: int, more: bool) -> None:
-        """Record that one worker more, or one less, reports ``key``."""
+        """Record that a worker reports ``key``, or (not ``more``) no longer does."""
         before = len(pushed.ranks)
         if not more and pushed.candidates is not None:
             heappush(pushed.candidates, rank)

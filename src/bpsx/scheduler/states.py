@@ -14,7 +14,7 @@ from bpsx.system.transitions import Table
 
 
 class Presence(Enum):
-    """Where a process is, seen from the job."""
+    """Membership of a process in the job."""
 
     ABSENT = auto()  #: not in the job
     PRESENT = auto()  #: waits for the job to begin
@@ -170,7 +170,7 @@ JOB: Table[JobState, JobEvent] = Table(
 
 
 class Handover(Enum):
-    """Whether other servers have got all that they need to replace a lost one."""
+    """Progress of other servers in taking over a lost server's keys."""
 
     SETTLED = auto()  #: no server has been lost, or its keys are at home on other servers
     STARVED = auto()  #: the last server has been lost, and the job waits for a new one

@@ -163,7 +163,7 @@ class Surviving(Gathering):
     # ---- the loss
 
     def _fixed_servers(self, *more: dict[str, Any]) -> str:
-        """Why the job cannot change its servers, or "". ``more``: a newcomer's options."""
+        """Return why the job cannot change its servers, or "". ``more``: a newcomer's options."""
         return fixed_servers([*more, *self._given()], self.machines)
 
     def _given(self) -> list[dict[str, Any]]:
@@ -305,7 +305,10 @@ class Surviving(Gathering):
         return self._process_deferred()
 
     def _keys_move(self) -> bool:
-        """Whether some workers have not moved yet, so that nobody can tell who waits in vain."""
+        """Whether some workers have yet to move their keys, or wait for a server to take them.
+
+        Until then the scheduler cannot tell which workers wait in vain.
+        """
         return self.terms is not None and self.terms.state in (Handover.STARVED, Handover.MOVING)
 
     def _is_needed(self, node: Node) -> bool:
@@ -317,9 +320,9 @@ class Surviving(Gathering):
     # ---- workers that need what is lost
 
     def _note_leaving(self, node: Node) -> None:
-        """A node leaves: it takes results along if it speaks to servers.
+        """Note that a node leaves; if it speaks to servers, its results leave with it.
 
-        In an asynchronous job others keep the values that it has had.
+        In an asynchronous job other workers keep the values that it has had.
         """
         if self.terms is None or not self._speaks(node):
             return
@@ -357,7 +360,7 @@ class Surviving(Gathering):
         )
 
     def _missed_text(self) -> str:
-        """What to add to the failure of a worker that may have needed a missed server."""
+        """Return text to add to the failure of a worker that may have needed a missed server."""
         if self.terms is None or not self.terms.any_missed:
             return ""
         return f"; before, the job had lost {names([str(loss.node) for loss in self.losses])}"

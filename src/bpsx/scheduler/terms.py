@@ -24,7 +24,7 @@ ELASTIC = "BPSX_ELASTIC"
 #: Its values for jobs that go on without lost workers, and for those of them that then wait for
 #: others.
 SHRINK, REPLACE = "shrink", "replace"
-#: What :func:`obstacle` returns if the only obstacle is that no server is left.
+#: Result of :func:`obstacle` if the only obstacle is that no server is left.
 LAST = "it was the last server"
 #: Seconds after the last MOVED for which leaving senders have to stay. A late worker reports a
 #: push_pull once it is a second old, and reports once a second.
@@ -85,12 +85,12 @@ def fixed_servers(given: Collection[dict[str, Any]], machines: int) -> str:
 
 @dataclass
 class Recovery:
-    """How far the senders have come with one term. Times are of the hub's clock, in seconds.
+    """Progress of the senders with one term. Times are of the hub's clock, in seconds.
 
-    ``lost``: the lost server's name, or that of a worker if ``shrinks``, which has left in good
-    order if ``planned``; or ``to``: those of servers that get ``nbytes`` of the keys of living
-    ones. ``missed``: a sender had left before. ``awaited``: senders that have not sent MOVED, of
-    ``senders``. ``partitions``, ``again``: sums over the others.
+    ``lost``: name of the lost server, or of the lost worker if ``shrinks``; with ``planned`` that
+    worker has left in good order. ``to``: without a loss, names of the servers that get ``nbytes``
+    of the keys of living ones. ``missed``: a sender had left before. ``awaited``: senders that have
+    not sent MOVED, of ``senders``. ``partitions``, ``again``: sums over the other senders.
     """
 
     term: int
@@ -135,7 +135,8 @@ class Recovery:
 class Told(NamedTuple):
     """A term that an earlier scheduler has begun.
 
-    ``lost``: the lost server's name. ``yields``: what living lanes have yielded, and ``to`` whom.
+    ``lost``: the lost server's name. ``yields``: slots that living lanes have yielded. ``to``:
+    names of the servers that got these.
     """
 
     number: int
@@ -282,7 +283,7 @@ class Terms:
         self._open.append(recovery)
 
     def _next(self, lane: int, slot: int, term: int) -> tuple[int, int] | None:
-        """Where a slot has gone from its lane up to ``term``; None: it was still there."""
+        """Return the place to which a slot moved from its lane by ``term``; None: it stayed."""
         for number, limit, targets in self._moves.get(lane, []):
             to, base = targets[slot % len(targets)]
             if number <= term and slot < limit and to != lane:
@@ -394,7 +395,7 @@ class Terms:
         self._finish()
 
     def all_leave(self) -> None:
-        """All workers that are left say BYE in good order: they need no key any more."""
+        """Stop settling: all remaining workers have said BYE, so they need no key any more."""
         if self.unsettled:
             self.state = HANDOVER.after(self.state, HandoverEvent.ALL_LEAVE)
             self._settled()

@@ -1,6 +1,6 @@
-"""What the scheduler chooses for the whole job: servers' shares, and the size of partitions. Pure.
+"""The scheduler's choices for a whole job: servers' shares, and the size of partitions. Pure.
 
-docs/internals/autotune.md says why.
+docs/internals/autotune.md has the reasons.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Server:
                 vacant=welcome["vacant"],
             )
             self._lanes.append(lane)
-        # What servers that have been in the job before this one have been told.
+        # This server may be late: repeat the losses, departures and joins that earlier ones know.
         for rank, term in welcome["dropped"]:
             self._go_without(rank, term)
         for left in welcome["left"]:
@@ -336,13 +336,13 @@ class Server:
             lane.drop(rank, term)
 
     def _report(self) -> Report:
-        """What another scheduler has to know, after the one before has died."""
+        """Return the fields of AGAIN, for a restarted scheduler."""
         heard = max((lane.latest_term for lane in self._lanes), default=0)
         numbers = self._numbers_named()
         return self._marks.report(self._failure, self._broken.ranks, heard, numbers), []
 
     def _numbers_named(self) -> dict[str, Any]:
-        """Which slots and keys have been given out, as far as workers have told the lanes."""
+        """Return the numbers of slots and keys that workers have named to the lanes."""
         named = [lane.named for lane in self._lanes]
         slots = [[number, n] for number, (n, _) in zip(self._numbers, named, strict=False)]
         return {"slots": slots, "key": max((keys for _, keys in named), default=0) - 1}

@@ -320,7 +320,7 @@ cdef class Lane:
         self.c.endpoint.wake(self.c.endpoint.self)
 
     def all_joined(self, entering=(), int64_t term=0) -> None:
-        """All workers are back: forget :meth:`joined` before any message that arrives later.
+        """Forget :meth:`joined`, as all workers are back; before any message that arrives later.
 
         ``entering``: workers that were lost or absent, and live from ``term`` on.
         """

@@ -15,7 +15,7 @@ from bpsx.system.sync cimport atomic_load, atomic_store
 cdef inline bint is_stale(Lane *lane, Header *h) noexcept nogil:
     """Whether a record was sent before its sender knew of the latest lost worker; count it.
 
-    The sender says all of it again.
+    The sender repeats the record once it knows of the loss.
     """
     cdef KeyState *e = lane.keys.at[h.slot] if h.slot < lane.keys.n else NULL
     if not lane.settings.shrinks:
@@ -29,7 +29,7 @@ cdef inline bint is_stale(Lane *lane, Header *h) noexcept nogil:
 cdef inline bint renew(Lane *lane, KeyState *e, uint32_t term) noexcept nogil:
     """Begin a takeover of a key by its own lane. False: no memory.
 
-    What was pushed before counts no more: the senders push what no survivor has committed again.
+    Earlier pushes do not count: the senders repeat those that no survivor has committed.
     """
     cdef uint32_t sender
     drop_pushes(lane, e)
@@ -128,7 +128,7 @@ cdef inline uint32_t note_entries(Lane *lane) noexcept nogil:
 
 
 cdef inline void take_entries(Lane *lane) noexcept nogil:
-    """Count on senders that have entered. No round is open, and all have all outcomes.
+    """Add senders that have entered. No round is open, and each sender has all outcomes.
 
     Without memory for the term the lane ends.
     """
@@ -138,7 +138,7 @@ cdef inline void take_entries(Lane *lane) noexcept nogil:
     if gathering_of(lane, latest) == NULL:
         lane.counters.dropped += 1
         return
-    lane.terms.at[latest].over = True       # nobody has anything to say of its keys
+    lane.terms.at[latest].over = True       # no keys move in this term, so no sender reports any
     lane.terms.era = max(lane.terms.era, latest)
     for i in range(lane.keys.n):
         if lane.keys.at[i] != NULL:

@@ -12,7 +12,7 @@ from bpsx.server.store cimport TAKEN, Have, KeyState, Takeover, memory_for
 
 
 cdef inline bint is_away(Lane *lane, uint32_t sender) noexcept nogil:
-    """Whether nothing more comes from a sender, and nothing is awaited from it.
+    """Whether a sender is lost or has left, so that the lane awaits nothing from it.
 
     A synchronous job cannot go on without a worker that has left, unless it has dropped it.
     """
@@ -53,9 +53,10 @@ cdef inline int holder_of_newest(Lane *lane, Takeover *t) noexcept nogil:
 
 
 cdef inline int settle_value(Lane *lane, KeyState *e) noexcept nogil:
-    """All has been said of a key: find the newest value, and whose unanswered pushes it has.
+    """Find a key's newest value, and its late senders, after all senders have reported.
 
-    Returns the sender that keeps it; -1: none has got any, so the value begins as zeros.
+    A sender is late if the value contains its unanswered push. Returns the sender that keeps the
+    value; -1: no sender has any, so the value begins as zeros.
     """
     cdef Takeover *t = e.takeover
     cdef Have *have
@@ -117,7 +118,7 @@ cdef inline void hand_over(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline void forget_late(KeyState *e, uint32_t sender) noexcept nogil:
-    """A sender is away: its unanswered push, which is part of the value, needs no answer."""
+    """Count a late sender that is away as answered: the value contains its push."""
     if e.takeover == NULL or not e.takeover.haves[sender].late:
         return
     e.takeover.haves[sender].late = 0

@@ -24,25 +24,25 @@ cdef struct Out:                # batch of small replies to one worker
     uint32_t settled_capacity
     uint64_t settled_bytes      # bytes of those results
 
-cdef struct Said:               # what a sender has said of keys that came here in a term
+cdef struct Said:               # a sender's reports on keys that came here in a term
     uint32_t came               # HAVEs that have arrived
     uint32_t due                # HAVEs that it has sent, if
     bint all                    # ... it has said how many
 
-cdef struct Gathered:           # what all senders have said of keys that came here in a term
+cdef struct Gathered:           # all senders' reports on keys that came here in a term
     Said *by                    # by sender; NULL: nothing so far
     bint over                   # all have said how many, and all HAVEs have arrived
     uint32_t asking             # keys for which an outcome has been asked for and has not come
 
 cdef struct Rebuilds:           # compressed keys whose state has to be rebuilt
-    KeyState *first             # those that wait for it, by Rebuild.next
+    KeyState *first             # keys that wait to be rebuilt, by Rebuild.next
     KeyState *last
     uint64_t under_way          # bytes that are on their way for others
 
 cdef struct Terms:
     Gathered *at                # by term
     uint32_t n
-    int64_t latest              # of which a worker has said something; any thread reads it
+    int64_t latest              # latest term that a worker has reported; any thread reads it
     uint32_t joins              # joins of all workers that have ended; see Have.joins
     uint32_t born               # latest term before the lane began: it gets no key in it
     # latest term in which a worker was dropped or entered; what was sent before is ignored
@@ -52,11 +52,12 @@ cdef struct Terms:
 
 cdef struct Yield:              # slots that the lane yields in a term: server/yields.pxd
     uint32_t term
-    uint32_t limit              # those below this,
-    uint32_t n                  # ... whose remainder by n
-    uint64_t classes            # ... is the number of a bit that is set
-    uint8_t *said               # by sender: it has said so
-    bint over                   # all have, and the lane has forgotten the keys
+    # A slot is yielded if it is below `limit` and bit slot % n of `classes` is set.
+    uint32_t limit
+    uint32_t n
+    uint64_t classes
+    uint8_t *said               # by sender: it has sent YIELD
+    bint over                   # all senders have, and the lane has forgotten the keys
 
 cdef struct Yields:
     Yield *at
@@ -104,12 +105,12 @@ cdef struct Keys:
 # Workers that left, joined, were lost or have entered; any thread sets `news`, gone, joined,
 # dropped, entered.
 cdef struct Absent:
-    int64_t news                # one of these has changed since the last notice()
+    int64_t news                # one of these fields has changed since the last notice()
     int64_t *gone               # by sender: rank of a worker that has left the job, plus 1; or 0
     bint any_gone
     int64_t *joined             # by sender: has called join(), so rounds close without it
     int64_t *dropped            # by sender: term in which the job has lost it; 0: it has not
-    int64_t *entered            # by sender: term from which it lives, as nobody has noted yet; or 0
+    int64_t *entered            # by sender: term of entry, until the lane handles it; else 0
     # The last two as of the last notice(): they must not change while the lane handles a push.
     bint *lost
     bint *skipped               # it has joined, or is lost

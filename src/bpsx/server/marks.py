@@ -1,6 +1,6 @@
-"""What a server has heard of its workers: who has left, and who has called join().
+"""A server's record of workers that left, called join(), entered late or were lost.
 
-A scheduler that is started again learns it from here, and may repeat what the one before had said.
+A restarted scheduler gets it in AGAIN. It may repeat messages that the earlier scheduler has sent.
 For one thread: the control thread.
 """
 
@@ -40,19 +40,19 @@ class Marks:
         self._left: dict[int, tuple[str, int]] = {}  # rank -> host, pid
 
     def leave(self, rank: int, host: str, pid: int) -> None:
-        """LEFT."""
+        """Handle LEFT: record a worker's departure."""
         self._left[rank] = (host, pid)
 
     def enter(self, rank: int, term: int) -> None:
-        """CLEAR: a worker enters, perhaps in the place of a lost one."""
+        """Handle CLEAR for a newcomer: record its entry, perhaps in the place of a lost worker."""
         self.dropped.pop(rank, None)
         self.entered[rank] = term
         self._workers.add(rank)
 
     def drop(self, rank: int, term: int) -> bool:
-        """TERM: the job goes on without a lost worker. Returns whether it is news.
+        """Handle TERM: record a lost worker without which the job goes on.
 
-        It is not, if another worker has entered in its place since.
+        Returns whether the loss is new. It is not if another worker has entered in its place since.
         """
         known = rank in self.dropped or rank in self.entered
         since = max(self.entered.get(rank, 0), self.dropped.get(rank, 0))
@@ -62,14 +62,14 @@ class Marks:
         return True
 
     def join(self, rank: int, generation: int) -> bool:
-        """JOINED; returns whether it is news."""
+        """Handle JOINED: record a worker's call of join(). Returns whether it is new."""
         if generation < self.cleared or rank in self.joined:
             return False
         self.joined.add(rank)
         return True
 
     def clear(self, generation: int) -> bool:
-        """CLEAR; returns whether it is news."""
+        """Handle CLEAR: forget the calls of join(). Returns whether it is new."""
         if generation < self.cleared:
             return False
         self.cleared = generation + 1
@@ -89,11 +89,11 @@ class Marks:
     def report(
         self, failure: str, broken: Iterable[int], heard: int, numbers: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """AGAIN's fields.
+        """Return the fields of AGAIN.
 
         ``failure``: why the job has failed here, or "". ``broken``: ranks of workers whose
         connections have ended. ``heard``: the latest term of which workers have told a lane.
-        ``numbers``: ``slots`` and ``key``, as of a worker.
+        ``numbers``: ``slots`` and ``key``, as in a worker's AGAIN.
         """
         return {
             "size": self._size,

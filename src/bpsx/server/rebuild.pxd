@@ -77,7 +77,7 @@ cdef inline bint is_in_sum(Lane *lane, Takeover *t, uint32_t most, uint32_t last
 
 
 cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept nogil:
-    """All has been said of a compressed key: set its state, or begin to rebuild it.
+    """Set a compressed key's state, or begin to rebuild it, after all senders have reported.
 
     `most`: rounds whose outcome some sender has. Without memory the lane ends.
     """
@@ -113,11 +113,10 @@ cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept n
 cdef inline void take_back(
     Lane *lane, KeyState *e, uint32_t last, uint64_t counter
 ) noexcept nogil:
-    """The key stays at its lane, and workers are lost: take the latest sum back, unless one of the
-    others has committed it.
+    """Take a key's latest sum back after a loss of workers, unless a survivor has committed it.
 
-    `last`: number of the latest that one has, `counter`: the lane's after it. Sums before the
-    latest stay, even if only lost workers had part in them, while the others had joined.
+    `last`: number of the latest sum that a survivor has. `counter`: the lane's counter after it.
+    Earlier sums stay, even if only lost workers took part in them, as the others had joined.
     """
     cdef Compressed *c = e.compressed
     if c.sum <= last:
@@ -134,9 +133,7 @@ cdef inline void take_back(
 
 
 cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t base) noexcept nogil:
-    """Workers are lost, with what only they had logged: make sure that one of the others has a
-    snapshot of this state.
-    """
+    """Make sure that a survivor has a snapshot of this state: logs of lost workers are gone."""
     cdef Saving *s = &e.compressed.saving
     end_sending(s, False)
     s.stored = 0                # it may follow a sum that only a lost worker had
@@ -149,7 +146,7 @@ cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t ba
 
 
 cdef inline void start_anew(Lane *lane, KeyState *e, uint64_t counter) noexcept nogil:
-    """The key's residual is lost: its lane is, and so is a worker that had a part of the log."""
+    """Start with a residual of zero: the lane is lost, and so is a worker with part of the log."""
     forget_residual(e.compressed.packed)
     e.compressed.packed.counter = counter
     lane.counters.reset += 1
@@ -257,7 +254,7 @@ cdef inline void free_rebuild(Lane *lane, Takeover *t) noexcept nogil:
 
 
 cdef inline void leave_rebuilds(Lane *lane, KeyState *e) noexcept nogil:
-    """The key is taken over anew: nothing is awaited for this rebuild any more."""
+    """Cancel a key's rebuild, because the key is taken over anew."""
     cdef Rebuild *r = e.takeover.rebuild
     cdef KeyState *before = NULL
     cdef KeyState *one = lane.rebuilds.first

@@ -48,7 +48,7 @@ cdef inline void add_share(
 
 
 cdef inline bint fixed_order(Lane *lane) noexcept nogil:
-    """Whether pushes are added by sender. Two floats add to the same bits in either order."""
+    """Whether pushes are added in order of sender. Two floats give the same bits in any order."""
     return lane.settings.fixed_order and lane.absent.living > 2
 
 
@@ -201,7 +201,7 @@ cdef inline void forget_rounds(Lane *lane) noexcept nogil:
             lane.keys.at[i].shares[sender].unacknowledged = False
             lane.keys.at[i].shares[sender].settles = False
         lane.keys.at[i].unacknowledged = 0
-    # What has been said of earlier rounds must not reach a worker after a result of a later one.
+    # A worker must not get SETTLED of an earlier round after a result of a later one.
     for sender in range(lane.settings.senders):
         lane.outs[sender].n_settled, lane.outs[sender].settled_bytes = 0, 0
     flush_all(lane)

@@ -133,9 +133,9 @@ cdef inline void save_with(Lane *lane, KeyState *e, Header *push) noexcept nogil
 
 
 cdef inline void save_at_once(Lane *lane, KeyState *e) noexcept nogil:
-    """The key is taken over, and its state cannot be rebuilt from older snapshots: send it to a
-    sender that has the outcome of the latest sum. If none has, a snapshot is due.
+    """Send a taken key's state to a sender that has the latest sum's outcome.
 
+    The state cannot be rebuilt from older snapshots. Without such a sender, a snapshot is due.
     None may be under way.
     """
     cdef Saving *s = &e.compressed.saving

@@ -103,18 +103,18 @@ cdef struct KeyState
 
 # State of a key that has come from a lost lane; docs/internals/elastic.md has the transitions.
 cdef enum TakeoverState:
-    GATHERING = 0               # not all senders have said what they have
+    GATHERING = 0               # not all senders have sent their reports
     ASKING = 1                  # an outcome that a sender lacks, or a state, has been asked for
     TAKEN = 2                   # the key is summed like any other; late senders may have to push
 
-cdef struct Have:               # what a sender has of such a key
+cdef struct Have:               # a sender's report (HAVE) on such a key
     uint32_t round
     uint32_t joins              # joins from which `round` counts
     uint32_t cookie
-    uint8_t there               # it has said so
+    uint8_t there               # the report has arrived
     uint8_t waits, keeps        # flags WAITS, KEPT
-    # It lacks the outcome that others have: 1; or even earlier ones, which cannot be: 2. In an
-    # asynchronous job, 1: its unanswered push is part of the value.
+    # 1: it lacks the outcome that others have. 2: it lacks earlier ones, too, which is an error.
+    # In an asynchronous job, 1: its unanswered push is part of the value.
     uint8_t late
     # In an asynchronous job, the pushes of each sender in the value that it keeps; or NULL.
     uint32_t *applied
@@ -140,7 +140,7 @@ cdef struct SenderLog:          # a sender's log of a compressed key
     uint32_t part               # the part and the place in it up to which it has been read
     uint64_t at
 
-cdef struct Rebuild:            # how a compressed key's state is rebuilt; server/rebuild.pxd
+cdef struct Rebuild:            # rebuild of a compressed key's state; server/rebuild.pxd
     int holder                  # sender that holds the snapshot; -1: the state was zero at first
     uint32_t base               # number of the sum that the snapshot follows
     uint32_t last               # number of the latest sum
@@ -162,7 +162,7 @@ cdef struct Takeover:
     uint32_t most               # most rounds whose outcome a sender has
     HeldPush *held              # by sender; NULL: none so far
     uint32_t late               # senders that have not been given the outcome that they lack
-    # That outcome: a status below 0 with two ranks, or a result.
+    # The outcome that late senders lack: a status below 0 with two ranks, or a result.
     int status
     uint32_t a, b
     uint64_t length

@@ -1,4 +1,4 @@
-# Takes over keys of lost lanes: gathers what the senders have of them, and lets late senders have
+# Takes over keys of lost lanes: gathers the senders' reports (HAVE, HAVES), and sends late senders
 # the outcome that others have already. docs/internals/elastic.md describes the protocol.
 #
 # `begin_takeover` makes a key's takeover when it is announced. terms.pxd calls the rest, and sums
@@ -34,12 +34,12 @@ cdef enum:
 
 
 cdef inline bint is_gathered(Lane *lane, uint32_t term) noexcept nogil:
-    """Whether nothing more will be said of the keys that came in a term."""
+    """Whether all senders have reported the keys that came in a term."""
     return term <= lane.terms.born or term < lane.terms.n and lane.terms.at[term].over
 
 
 cdef inline Gathered *gathering_of(Lane *lane, uint32_t term) noexcept nogil:
-    """What has been said in a term. NULL: no memory, or no term that any worker sends."""
+    """Return the record of all reports in a term. NULL: no memory, or an invalid term."""
     if term == 0 or term >= MOST_TERMS or not make_room(
         &lane.terms.at, &lane.terms.n, term + 1, sizeof(Gathered)
     ):
@@ -92,7 +92,7 @@ cdef inline void drop_held_push(Lane *lane, HeldPush *held) noexcept nogil:
 
 
 cdef inline Said *said_by(Lane *lane, uint32_t term, uint32_t sender) noexcept nogil:
-    """What a sender has said of its keys in a term. NULL: no memory, or the term is decided."""
+    """Return the record of a sender's reports in a term. NULL: no memory, or a decided term."""
     cdef Gathered *gathered = gathering_of(lane, term)
     if gathered == NULL or gathered.over:
         return NULL
@@ -106,7 +106,7 @@ cdef inline int take_have(
 ) noexcept nogil:
     """Handle a HAVE. -1: malformed.
 
-    Nothing of the term could be decided without it, but a lane that has no memory for the key ends.
+    A dropped HAVE would leave the term undecided. But without memory for the key the lane ends.
     """
     cdef Have *have
     cdef Said *said = said_by(lane, h.term, h.sender)
@@ -139,9 +139,9 @@ cdef inline int take_haves(Lane *lane, Header *h) noexcept nogil:
 
 
 cdef inline bint completes(Lane *lane, uint32_t term) noexcept nogil:
-    """Whether all has been said of a term's keys, as nobody has noted yet; note it.
+    """Return True once, when all senders have reported a term's keys.
 
-    Nothing is decided in a term before the latest drop: a sender that has spoken may be lost.
+    A term before the latest drop is never decided: a sender that has reported may be lost.
     """
     cdef Gathered *gathered = gathering_of(lane, term)
     cdef uint32_t sender
@@ -159,7 +159,7 @@ cdef inline bint completes(Lane *lane, uint32_t term) noexcept nogil:
 cdef inline uint32_t settle_counts(Lane *lane, KeyState *e) noexcept nogil:
     """Set each sender's round. Returns the largest.
 
-    What was said before the latest join means nothing any more: all had all of it.
+    Reports from before the latest join count as zero: every sender then had every outcome.
     """
     cdef uint32_t sender, most = 0, joins = lane.terms.joins
     cdef Have *have
@@ -175,9 +175,9 @@ cdef inline uint32_t settle_counts(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline int settle_outcome(Lane *lane, KeyState *e) noexcept nogil:
-    """All has been said of a key: find who lacks the latest outcome.
+    """Find the late senders of a key, after all senders have reported.
 
-    Returns a sender that keeps it, or -1 if every sender has it.
+    Returns a sender that keeps the latest outcome, or -1 if no sender waits for it.
     """
     cdef Takeover *t = e.takeover
     cdef uint32_t most = settle_counts(lane, e), sender
@@ -198,8 +198,9 @@ cdef inline int settle_outcome(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
-    """All has been said of a key: it is taken, or what is lacking is asked for: an outcome or a
-    value, and the state of its compression.
+    """Take a key over after all senders have reported, or first ask for the data that it lacks.
+
+    These are an outcome or a value, and the state of the key's compression.
     """
     cdef Takeover *t = e.takeover
     cdef int holder = (
@@ -217,7 +218,7 @@ cdef inline void decide(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline void ask_another(Lane *lane, KeyState *e) noexcept nogil:
-    """The sender that was asked for a value is away, or has none: decide anew."""
+    """Decide a key anew: the sender that was asked for its value is away, or has none."""
     free(e.takeover.haves[e.takeover.holder].applied)
     e.takeover.haves[e.takeover.holder].applied = NULL
     e.takeover.asked = False
@@ -228,8 +229,7 @@ cdef inline void ask_another(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline void note_arrival(Lane *lane, KeyState *e) noexcept nogil:
-    """An outcome or a state has come: answer the late senders that have pushed, if it was the last.
-    """
+    """After the last awaited outcome or state, answer the late senders that have pushed."""
     if e.takeover.awaited == 0:
         e.takeover.state = TAKEN
         lane.terms.at[e.term].asking -= 1

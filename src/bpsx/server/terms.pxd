@@ -33,7 +33,7 @@ cdef inline void decide_term(Lane *lane, uint32_t term) noexcept nogil:
 
 
 cdef inline void go_without(Lane *lane) noexcept nogil:
-    """Workers of an asynchronous job are away: ask others for the values that they were asked for.
+    """Ask other senders for the values that absent workers of an asynchronous job were asked for.
     """
     cdef KeyState *e
     cdef uint32_t i, term
@@ -52,7 +52,7 @@ cdef inline void go_without(Lane *lane) noexcept nogil:
 
 
 cdef inline void take_news(Lane *lane) noexcept nogil:
-    """Handle what other threads have said of workers that left, joined, were lost or entered."""
+    """Handle other threads' notes of workers that left, joined, were lost or entered."""
     cdef uint32_t term
     cdef bint fewer
     notice(lane)

@@ -1,9 +1,9 @@
 # Slots that this lane yields to others while it lives. docs/internals/elastic-balance.md describes
 # the protocol.
 #
-# When all living senders have asked for it (YIELD), the lane forgets the keys at once and says so
-# (LEFT): nobody has got an outcome of the open rounds, so all that have pushed push again,
-# elsewhere.
+# When all living senders have asked for it (YIELD), the lane forgets the keys at once and sends
+# LEFT. No sender has an outcome of the open rounds. So senders that have pushed push again, to the
+# new lanes.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -22,7 +22,7 @@ cdef inline bint covers(Yield *y, uint32_t slot) noexcept nogil:
 
 
 cdef inline bint has_left(Lane *lane, uint32_t slot) noexcept nogil:
-    """Whether an unknown slot is unknown because the lane has yielded it: its sender will hear."""
+    """Whether a slot is unknown because the lane has yielded it; the sender then gets LEFT."""
     cdef uint32_t i
     for i in range(lane.yields.n):
         if lane.yields.at[i].over and covers(&lane.yields.at[i], slot):
@@ -31,7 +31,7 @@ cdef inline bint has_left(Lane *lane, uint32_t slot) noexcept nogil:
 
 
 cdef inline Yield *yield_of(Lane *lane, Header *h) noexcept nogil:
-    """Return what the lane yields in a YIELD's term. NULL: no memory, or others say otherwise."""
+    """Return the record of a YIELD's term. NULL: no memory, or another sender's YIELD differs."""
     cdef Yield *y
     cdef uint32_t i
     for i in range(lane.yields.n):
@@ -86,7 +86,7 @@ cdef inline void look_at_yield(Lane *lane, Yield *y) noexcept nogil:
 
 
 cdef inline void look_at_yields(Lane *lane) noexcept nogil:
-    """Senders have been lost: look whether all others have asked."""
+    """After the loss of senders, forget keys if all others have asked for it."""
     cdef uint32_t i
     for i in range(lane.yields.n):
         look_at_yield(lane, &lane.yields.at[i])
@@ -100,7 +100,7 @@ cdef inline void free_yields(Lane *lane) noexcept nogil:
 
 
 cdef inline int take_yield(Lane *lane, Header *h) noexcept nogil:
-    """Handle a YIELD: the last sender's ends the keys here. -1: malformed."""
+    """Handle a YIELD; after the last sender's, forget the keys. -1: malformed."""
     cdef Yield *y
     if h.divisor == 0 or h.divisor > MOST_CLASSES or h.term == 0:
         return -1

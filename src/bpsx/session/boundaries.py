@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 
 class Place(Enum):
-    """Where this worker is, seen from a meeting."""
+    """Progress of this worker in a meeting."""
 
     FREE = auto()  #: there is no meeting
     ASKED = auto()  #: it has said AT, and passes no further boundary
@@ -43,7 +43,7 @@ class PlaceEvent(Enum):
     MEET = auto()
     STOPPED = auto()  #: HERE
     MET = auto()  #: TERM that ends the meeting
-    ANNOUNCED = auto()  #: TERM that says who will leave at the next boundary
+    ANNOUNCED = auto()  #: TERM that names the workers that leave at the next boundary
     LET_GO = auto()  #: GOODBYE
     OFF = auto()
 
@@ -120,7 +120,7 @@ class Boundaries:
         return change
 
     def note_synced(self, send: Callable[..., None]) -> None:
-        """The script has passed a boundary by itself: a newcomer has got the model."""
+        """Tell the scheduler that a newcomer has the model, once its script passes a boundary."""
         if self.fresh:
             self.fresh = False
             send("SYNCED")
@@ -159,11 +159,11 @@ class Boundaries:
                 self._move(PlaceEvent.OFF)
 
     def meet(self, entered: Sequence[int], newcomer: bool, leaving: Sequence[int] = ()) -> None:
-        """The meeting has ended: the script may hear of lost workers and of those that entered.
+        """End the meeting: the script now hears of workers that were lost, entered or will leave.
 
-        If some have, all count boundaries from here. ``newcomer``: this worker is one of them, and
-        begins with what the others do because of it. ``leaving``: workers that leave at the next
-        boundary, where all stop again.
+        If some entered, all count boundaries from here. ``newcomer``: this worker is one of them,
+        and begins with what the others do because of it. ``leaving``: workers that leave at the
+        next boundary, where all stop again.
         """
         with self._life.changed:
             self._passed = 0 if entered else self._passed
@@ -180,7 +180,7 @@ class Boundaries:
         return self.asked and self._place is Place.HERE
 
     def let_go(self, tell: Callable[[], None]) -> None:
-        """GOODBYE: if this worker leaves at a boundary, and not because of its BYE, let it go on.
+        """Handle GOODBYE: let a worker go on that leaves at a boundary, not because of its BYE.
 
         ``tell`` is called before: the script may end at once.
         """

@@ -20,15 +20,15 @@ class Company:
         """``number``: this worker's. ``numbers``: those of all, in the order of entry."""
         self._number, self._living = number, list(numbers)
         self._shown = self._living  # as the script sees them
-        #: What cannot go on without any of the workers; "": nothing.
+        #: A call in use that needs all workers, so that a loss ends the job; "": there is none.
         self.needed_by = ""
 
     def lose(self, numbers: Collection[int]) -> None:
-        """The job goes on without these workers."""
+        """Remove lost workers."""
         self._living = [number for number in self._living if number not in numbers]
 
     def enter(self, numbers: Collection[int]) -> None:
-        """These workers join the job."""
+        """Add workers that join the job."""
         old = [number for number in self._living if number not in numbers]
         self._living = [*old, *numbers]
 
@@ -43,7 +43,7 @@ class Company:
 
     @property
     def has_me(self) -> bool:
-        """Whether this worker is one of them, not a newcomer that has yet to hear that it is in."""
+        """Whether the script sees this worker: it does not before a newcomer's own TERM."""
         return self._number in self._shown
 
     @property

@@ -1,6 +1,6 @@
-"""What a worker has heard of the scheduler's decisions, for a scheduler that is started again.
+"""A worker's log of the scheduler's decisions, sent to a restarted scheduler.
 
-docs/internals/elastic-scheduler.md says what that one makes of it.
+docs/internals/elastic-scheduler.md says how that scheduler uses it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Name = tuple[str, int]
 class Decisions:
     """The decisions in the order in which they came. The session's lock guards it.
 
-    ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of servers that have
-    ended, of which no term has moved keys when it was told. ``terms``: number, moves, text, whether
-    results may have gone with a worker, what living lanes yield, ranks of lost workers, number of
-    workers then, ranks of workers that have joined, whether a meeting ended. ``moved``: the latest
+    ``servers``: host, pid and lanes of each server, by rank. ``gone``: lanes of ended servers whose
+    keys no term had moved when GONE came. ``terms``: number, moves, text, whether results may have
+    gone with a worker, slots that living lanes yield, ranks of lost workers, number of workers
+    then, ranks of workers that have joined, whether a meeting ended. ``moved``: the latest
     term to which this worker has moved, partitions, bytes pushed again. ``reset``: status and text
     of the latest stall. ``joins``: number of joins that all have completed, and of terms in which
     workers have entered; ``last``: the rank that came last to the latest join. ``cleared``: number
@@ -32,7 +32,7 @@ class Decisions:
     """
 
     def __init__(self, servers: list[Any], keep: bool) -> None:
-        """``keep``: whether to keep what takes memory for each tensor."""
+        """``keep``: whether to keep the places of partitions, which take memory for each tensor."""
         self.servers, self._keep = list(servers), keep
         self.gone: set[int] = set()
         self.terms: list[list[Any]] = []
@@ -47,7 +47,7 @@ class Decisions:
         self._failures: dict[Name, tuple[int, str]] = {}
 
     def place(self, name: Name, places: list[Place]) -> None:
-        """PLACED or ADOPT."""
+        """Handle PLACED or ADOPT: record the places of a tensor's partitions."""
         for key, lane, slot, _ in places:
             self._key = max(self._key, key)
             self._slots[lane] = max(self._slots.get(lane, 0), slot + 1)
@@ -55,19 +55,19 @@ class Decisions:
             self._places[name] = places
 
     def begin_term(self, message: dict[str, Any]) -> None:
-        """TERM."""
+        """Handle TERM: record the term."""
         self.terms.append([message[field] for field in TERM_FIELDS])
 
     def come(self, message: dict[str, Any]) -> None:
-        """LANES."""
+        """Handle LANES: record a server that joins the running job."""
         self.servers.append([message["host"], message["pid"], message["lanes"]])
 
     def fail(self, name: Name, status: int, text: str) -> None:
-        """FAILED."""
+        """Handle FAILED: record the error of a declaration."""
         self._failures[name] = (status, text)
 
     def begin_epoch(self, status: int, text: str) -> None:
-        """RESET: names begin anew, keys and slots do not."""
+        """Handle RESET: forget all declarations, but not the numbers of keys and slots."""
         self.reset = (status, text)
         self._places.clear()
         self._failures.clear()
@@ -80,7 +80,7 @@ class Decisions:
     def report(
         self, epoch: int, joined: bool, fresh: bool, broken: Iterable[int], leaves: bool, lost: bool
     ) -> dict[str, Any]:
-        """What AGAIN says of this worker's state.
+        """Return this worker's state, a field of AGAIN.
 
         ``joined``: whether it waits in join(). ``fresh``: whether it has joined the running job and
         may not have got the model. ``broken``: lanes whose connections have ended. ``leaves``:

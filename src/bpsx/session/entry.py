@@ -1,4 +1,4 @@
-"""How a worker gets into its job: opens what a session holds, in order, or closes all again."""
+"""Entry of a worker into its job: opens a session's resources in order, or closes all again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("bpsx.session.session")
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """What a worker holds once it is in a job. The session owns and closes it.
+    """Open resources of a worker in a job. The session owns and closes them.
 
     ``config``: with the number of this worker.
     ``endpoint``: a transport's, or only a place to sleep if another process of the machine speaks

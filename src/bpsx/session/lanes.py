@@ -36,10 +36,10 @@ class Lanes:
         self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
         #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
         self.descriptor = -1
-        #: The ends of lanes' connections; -1: of a lane that has not replied yet. Until the
-        #: verdict, the session is in doubt.
+        #: Ends of lanes' connections; -1: of a lane that has not replied yet. Until the verdict, the
+        #: session is in doubt.
         self.broken = Unexplained(patience)
-        # What the scheduler has said of each lane without which the job goes on.
+        # The scheduler's text about each lane without which the job goes on.
         self._lost: dict[int, str] = {}
         # Lanes of servers that join the running job, until this worker has connected to them; and
         # why it could not.
@@ -89,7 +89,7 @@ class Lanes:
         return [(lane, self._failures.pop(lane)) for lane in list(self._failures)]
 
     def have_come(self, lanes: Iterable[int]) -> None:
-        """This worker has connected to ``lanes``: from now on the scheduler explains their ends."""
+        """Note that this worker has connected to late ``lanes``: their ends need an explanation."""
         self._coming.difference_update(lanes)
 
     def named(self) -> list[tuple[str, str]]:
@@ -137,7 +137,7 @@ class Lanes:
     def lose(self, lanes: Iterable[int], text: str) -> None:
         """Note that the job goes on without ``lanes``: ends of their connections are explained.
 
-        ``text``: what the scheduler says.
+        ``text``: the scheduler's reason.
         """
         for lane in lanes:
             self._lost[lane] = text
@@ -145,13 +145,13 @@ class Lanes:
             self._coming.discard(lane)
 
     def lost(self, lane: int) -> str:
-        """What the scheduler has said of ``lane``, without which the job goes on; or ""."""
+        """Return the scheduler's reason if the job goes on without ``lane``, else ""."""
         return self._lost.get(lane, "")
 
     def restart(self) -> None:
         """Give the scheduler time again: there was none until now.
 
-        It is there, so it need not have the time in which it may be silent.
+        It has just answered, so it gets less time than a scheduler that may be silent.
         """
         self.broken.restart(_AGAIN_SECONDS)
         self._reported.clear()
@@ -179,5 +179,5 @@ class Lanes:
         return [(server, alone) for server in news]
 
     def verdict(self) -> str:
-        """Which lane is gone, once the scheduler has had time to name a cause; or ""."""
+        """Return how the first lane broke, once the scheduler has had time to explain it; or ""."""
         return self.broken.verdict()

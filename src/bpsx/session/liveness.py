@@ -41,7 +41,7 @@ class Liveness(Declarations):
         super().__init__(order)
         self._failure = ""  # why the job has failed
         self._goes_on = False  # ... for this process, while the others go on
-        #: How often workers have joined the running job; the same on all when they go on.
+        #: Number of times that workers have joined the running job; equal on all when they go on.
         self.entries = 0
         self._boundaries = Boundaries(self._life)
         self._why_leave = ""  # why this worker has asked to leave the running job
@@ -94,7 +94,7 @@ class Liveness(Declarations):
         )
 
     def _report(self) -> Report:
-        """What another scheduler has to know, after the one before has died."""
+        """Return the fields of AGAIN, and the messages KNOWN, for a restarted scheduler."""
         with self._lock:
             fields = {
                 "size": self.config.size,
@@ -179,7 +179,7 @@ class Liveness(Declarations):
             self.reporter.handle(message)
 
     def _tell_departure(self) -> None:
-        """This worker has left the job, in which the others go on."""
+        """Log that this worker has left the job, in which the others go on."""
         log.warning("worker %d has left the job: %s", self.number, self._why_leave)
         self.reporter.mark("leaves the job", self._asked_ns, why=self._why_leave)
 
@@ -216,7 +216,7 @@ class Liveness(Declarations):
         else:
             self.reporter.mark(f"term {message['term']}", monotonic_ns(), why=text)
         self._boundaries.lose(dropped)
-        # Last: whoever divides by the new number of workers pushes in the new term.
+        # Last: a script that divides by the new number of workers must push in the new term.
         if message["met"] or not self._boundaries.used:
             self._company.show()
         if message["met"]:
@@ -230,7 +230,7 @@ class Liveness(Declarations):
         self._core.all_joined()
 
     def _count_on(self, message: dict[str, Any]) -> None:
-        """Go on with workers that have joined, this one perhaps. ``message``: TERM."""
+        """Add workers that have joined, perhaps this one. ``message``: TERM."""
         entered = message["entered"]
         self._count_from_zero()
         if self._near.has_lanes:
@@ -252,7 +252,7 @@ class Liveness(Declarations):
             self._link.send("MOVED", term=term, partitions=partitions, again=again)
 
     def _note_wish(self, why: str) -> None:
-        """This worker wants to leave the running job. Signal handlers may call it."""
+        """Note that this worker wants to leave the running job. Signal handlers may call it."""
         self._asked_ns = self._asked_ns or monotonic_ns()
         self._why_leave, self._boundaries.asked = self._why_leave or why, True
 

@@ -156,18 +156,18 @@ class Session(Liveness):
         return found
 
     def disband(self, names: Iterable[str]) -> None:
-        """Later push_pulls of ``names`` belong to no group. Those that have begun still do."""
+        """Take ``names`` out of their groups. Push_pulls that have begun stay in them."""
         for name in names:
             self._core.groups.pop(name, None)
 
     def seal(self, group: CommitGroup | None) -> None:
-        """All push_pulls of a step have begun: they may be waited for. Idempotent."""
+        """End a group: all push_pulls of a step have begun, and may be waited for. Idempotent."""
         if group is not None and self.state not in (Life.LEAVING, Life.CLOSED):
             group.seal()
             self._core.notify()
 
     def _seal_all(self) -> None:
-        """Whatever has begun ends, though a step has not been completed."""
+        """End all groups, so that their push_pulls end, even of an incomplete step."""
         for group in self._core.all_groups:
             self.seal(group)
 
@@ -411,9 +411,9 @@ class Session(Liveness):
         return change
 
     def await_agreement(self) -> Change:
-        """Pass boundaries until all workers have agreed on who is left, if one has been lost.
+        """Pass boundaries after a loss, until all workers agree on the living workers.
 
-        Returns what the last boundary has brought. Raises the error that has ended the job.
+        Returns the change at the last boundary. Raises the error that has ended the job.
         """
         change = Change()
         while not (self._company.all_shown and not change.leaving or change.left):

@@ -18,7 +18,7 @@ Signature = tuple[str, tuple[int, ...], int, str]
 
 
 class Told(NamedTuple):
-    """What a newcomer has to know.
+    """The declared names, for a newcomer.
 
     ``current``: generation with which each signature goes on. ``following``: of each name's next
     declaration. ``renewed``: refusals by the pattern of their names.

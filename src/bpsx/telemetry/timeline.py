@@ -152,8 +152,8 @@ def mark_events(
 ) -> list[dict[str, Any]]:
     """Convert the marks that lie within the time of the events ``made``.
 
-    One that began while an earlier one lasted is drawn from that one's end on, as events of one row
-    must not overlap. ``args.begun`` then has its begin.
+    A mark that began before the end of an earlier one is drawn from that end on, as events of one
+    row must not overlap. ``args.begun`` then has its begin.
     """
     if not made:
         return []

@@ -513,7 +513,7 @@ cdef void take_tokens(Ending *ending, uint32_t n, void *status) noexcept nogil:
 
 
 cdef object plan_of_ending(Call *call):
-    """All sums of the step have begun: their calls were queued before this one."""
+    """Plan of the call that ends a step's sums; their calls were queued before this one."""
     step = Step.last_of((<Execution *>call).kernel.step)
     if step is not None:
         Py_INCREF(step)

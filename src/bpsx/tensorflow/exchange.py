@@ -23,9 +23,10 @@ from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.sparse import sum_of_slices
 
-#: What a worker with a gradient adds to the count of them: more than there can be workers.
+#: Summand of a worker with a gradient in the count of users: larger than any number of workers, so
+#: that an average over all of them is not 0.
 _USED = 2**16
-#: By session: how often workers had joined; and whether a source has sparse gradients
+#: By session: number of times that workers had joined; and whether a source has sparse gradients
 #: (tf.IndexedSlices) on some worker, and dense ones on none, where that is known. The same on all
 #: workers.
 _sparse: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, bool]]] = weakref.WeakKeyDictionary()

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
-    """Gives each worker its part of what is left of an epoch, whoever joins or is lost.
+    """Divides the rest of an epoch among the workers, anew when workers join or are lost.
 
     After each batch call :meth:`record_batch`; after each epoch :meth:`set_epoch`. As a value of
     :class:`TorchState` it learns what other workers have processed. Not thread-safe.
@@ -174,7 +174,7 @@ class TorchState(State, elastic.PartsState):
     def regroup(self) -> None:
         """Let samplers divide what is left among the workers that are there now.
 
-        What a lost worker has processed since the last :meth:`sync` counts as left.
+        Elements that a lost worker has processed since the last :meth:`sync` count as left.
         """
         for name, part in self._parts.items():
             if isinstance(part, ElasticSampler):

@@ -214,7 +214,7 @@ class Exchange:
         """Remove the hooks and release the names."""
         self.owner.release()
         if self._session is not None:
-            self._session.seal(self._group)  # nobody else ends what backward has begun
+            self._session.seal(self._group)  # no later step ends the sums that backward began
         for managed in self._managed:
             if managed.hook is not None:
                 managed.hook.remove()

@@ -15,7 +15,7 @@ from bpsx.torch.submit import submit
 
 
 class Kind(Enum):
-    """How a parameter's gradient travels, on all workers."""
+    """Form in which a parameter's gradient travels, the same on all workers."""
 
     DENSE = "dense"
     SPARSE = "sparse"

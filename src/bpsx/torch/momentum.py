@@ -78,8 +78,8 @@ class Momenta:
     def _decayed(self) -> list[_Decayed]:
         """Return the parameters whose weight decay has a momentum.
 
-        Raises :class:`ConfigError` for a fused step, which tells nobody that it left a parameter
-        out because of an overflow.
+        Raises :class:`ConfigError` for a fused step, as it does not report the parameters that it
+        left out because of an overflow.
         """
         found, state = [], vars(self._of())["state"]
         for i, names in enumerate(self._names):

@@ -41,7 +41,7 @@ class Endpoint(Protocol):
     """``host:port`` after :meth:`bind`, else empty."""
 
     wake_descriptor: int
-    """An eventfd: who writes to it ends a wait, from another process, too. -1 if there is none."""
+    """An eventfd: a write to it ends a wait, also from another process. -1 if there is none."""
 
     malformed: int
     """Messages that were dropped because they made no sense to the transport."""

@@ -1,5 +1,5 @@
-# What a compressed partition owns. Only the current owner of the partition (driver, pool thread or
-# lane) accesses this. kernels/codecs.py describes the functions.
+# State of a compressed partition. Only the current owner of the partition (driver, pool thread or
+# lane) accesses it. kernels/codecs.py describes the functions.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn, sum_fn

@@ -241,8 +241,9 @@ cdef inline void coded(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void step_queued(Core *c, Partition *hand) noexcept nogil:
-    """A matrix's work is queued on the GPU: wait for a factor, but not for the result, whose end
-    the task's event tells.
+    """Wait for a factor whose computation was queued on the GPU.
+
+    A result needs no wait here, as the task's event marks its end.
     """
     cdef Matrix *m = hand.tensor.matrix
     if m.state == IDLE or c.failed:

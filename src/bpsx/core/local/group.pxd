@@ -1,5 +1,5 @@
-# What one process of a machine tells the others: posts, sleep, and shares of new tensors. Only the
-# driver calls these functions.
+# Messages of one process of a machine to the others: posts, sleep, and shares of new tensors. Only
+# the driver calls these functions.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc
 from libc.string cimport memset

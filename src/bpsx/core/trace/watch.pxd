@@ -52,7 +52,7 @@ cdef struct Late:               # rounds and time in which a round waited only f
     int64_t rounds
     int64_t ns
 
-# What a server adds. Owned by the writer, read by any thread.
+# A server's part of a Watch. Owned by the writer, read by any thread.
 cdef struct ServerWatch:
     int64_t now                 # time at which handling of the current message began
     int64_t arrived             # ... and at which it arrived, if it had to wait

@@ -56,7 +56,7 @@ class _OfState(keras.callbacks.Callback):  # type: ignore[misc]
 class _Counting(_OfState):
     """A callback that counts in a value of the state.
 
-    If :class:`CommitStateCallback` comes before it, that one has it count before it commits.
+    A :class:`CommitStateCallback` that comes before this one lets it count, and then commits.
     """
 
     _value = ""

@@ -269,8 +269,8 @@ def DistributedOptimizer(
     Otherwise it is ``optimizer``, any of Keras 3; both share all state. A
     :class:`keras.optimizers.LossScaleOptimizer` looks at the averages, so an overflow on one worker
     is one on all, also where ``compile`` puts it around the returned optimizer.
-    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets. The mean
-    of so many steps' gradients is applied in the last of them, and only that one exchanges.
+    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets. Only the
+    last of so many steps exchanges gradients: it applies the mean of theirs.
     ``sparse_as_dense``: gradients of embeddings travel as dense tensors. ``compression_params``: as
     for :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' paths; its momentum
     replaces SGD's, and its state is saved with the optimizer's variables. ``name``,

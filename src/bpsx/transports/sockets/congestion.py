@@ -17,7 +17,7 @@ from bpsx.transports.sockets.buffers import FAR, round_trip
 #: The value of BPSX_CONGESTION with which the system's default stays; with AUTO bpsx chooses.
 SYSTEM = "system"
 _PAUSES = b"bbr"
-#: What takes its place, the best first.
+#: Replacements for BBR, in order of preference.
 _STEADY = (b"cubic", b"reno")
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
