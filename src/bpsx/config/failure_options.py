@@ -1,4 +1,4 @@
-"""Options of a job's failures: what it survives, and how long it waits."""
+"""Options for failures: the deaths that a job survives, and the times that it waits."""
 
 from __future__ import annotations
 
@@ -54,17 +54,11 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         choice(*_ELASTIC),
         "auto",
         " | ".join(_ELASTIC),
-        "Which deaths the job survives. servers: when a server dies, the others take its keys over,"
-        " and no sum is lost. The last one is replaced by a server that joins within"
-        " BPSX_ELASTIC_WAIT. Each worker keeps the latest result of every partition for this. When"
-        " the scheduler dies, steps go on, and the job waits for another one (BPSX_SCHEDULER_WAIT)."
-        " A worker's death still ends the job, and so does that of any server once a worker has"
-        " left; but not in asynchronous training. shrink: as servers, and the other workers go on"
-        " when one dies; of a machine whose processes sum among themselves, all leave the job when"
-        " one dies. replace: as shrink, but they wait for BPSX_ELASTIC_WAIT at the next"
-        " commit() until another joins. off: every death ends the job; workers keep no results."
-        " auto: servers on more than one machine, else off: on one machine what is kept would cost"
-        " memory bandwidth. Must be the same on all workers and servers.",
+        "Deaths that the job survives (docs/run/when-machines-die.md). off: none. servers: those of"
+        " servers and of the scheduler. shrink: as servers, and those of workers: the others go on."
+        " replace: as shrink, but the others wait for a new worker, at most BPSX_ELASTIC_WAIT."
+        " auto: as servers on several machines, else off. Must be the same on all workers and"
+        " servers.",
         FAILURE,
     ),
     Option(
@@ -85,9 +79,10 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         number(0),
         0.0,
         "seconds",
-        "How long a job waits for a server if its last one has died; then it fails. 0: it fails"
-        " at once, and a job with a single server keeps no results for another. Must be 0, or not"
-        " 0, on all processes. bpsx-run --max-restarts sets it to 60.",
+        "Time for which a job waits for a new server after its last one has died. Then the job"
+        " fails. 0: it fails at once, and a job with a single server keeps no results for another."
+        " With BPSX_ELASTIC=replace, also the time for a new worker. Must be 0 on all processes, or"
+        " on none. bpsx-run --max-restarts sets it to 60.",
         FAILURE,
     ),
     Option(
@@ -107,13 +102,13 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         "BPSX_ELASTIC_LOG",
         number(0.01),
         2.0,
-        "number",
-        "Read by servers. With BPSX_ELASTIC=servers, a worker keeps its latest pushes of each"
-        " tensor that is compressed with error feedback, so that another server can rebuild the"
-        " residual of a lost one. They take at most so many times the bytes of the tensor in"
-        " float32 (float64 for float64). Servers then send a copy of the residual to a worker, on"
-        " their own machine if there is one. Larger numbers mean fewer such copies, and more time"
-        " to replace a lost server.",
+        "a multiple of the tensor's bytes, at least 0.01",
+        "Read by servers. A worker keeps its latest pushes of each tensor that is compressed with"
+        " error feedback, at most this multiple of the tensor's bytes in float32 (float64 for"
+        " float64). From them another server rebuilds the residual of a lost one. Instead of more"
+        " pushes, a worker gets a copy of the residual, on the server's machine if there is one."
+        " Larger numbers mean fewer such copies, and more time to replace a lost server. No effect"
+        " with BPSX_ELASTIC=off.",
         FAILURE,
     ),
     Option(
@@ -122,7 +117,7 @@ FAILURE_OPTIONS: tuple[Option, ...] = (
         flag,
         True,
         FLAG,
-        "Read by the scheduler: whether others give keys to a server that joins the running job,"
+        "Read by the scheduler. 1: a server that joins the running job gets keys of the others,"
         " until each has its share. 0: it gets new tensors, and keys of servers lost later.",
         FAILURE,
     ),

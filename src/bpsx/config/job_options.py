@@ -1,4 +1,4 @@
-"""Options of a job: who takes part, and where."""
+"""Options of a job: its processes, and their addresses and transports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of those who run jobs: logs, metrics, traces, security, the launcher."""
+"""Options for operating a job: logs, metrics, traces, security, the launcher."""
 
 from __future__ import annotations
 

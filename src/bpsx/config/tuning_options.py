@@ -70,7 +70,7 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         choice(*_HASHES),
         "balanced",
         " | ".join(_HASHES),
-        "How partitions are assigned to servers: by bytes (balanced) or by one of BytePS' hash"
+        "Assignment of partitions to servers: by bytes (balanced) or by one of BytePS' hash"
         " functions. Must be the same on all workers.",
         TUNING,
     ),
@@ -193,7 +193,7 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         "auto, system, or a name of at most 15 characters, such as cubic",
         "TCP congestion control of connections over plain sockets. auto: the system's, but between"
         " near machines cubic, or else reno, in place of BBR, which pauses each connection every"
-        " ten seconds; system: the system's in any case.",
+        " ten seconds. system: the system's in any case.",
         TUNING,
     ),
     Option(

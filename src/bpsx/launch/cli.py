@@ -167,9 +167,9 @@ def parser() -> argparse.ArgumentParser:
         type=whole(0, 1_000_000),
         metavar="R",
         help=(
-            "how often servers that die are started again, in all; as often workers, with"
-            " BPSX_ELASTIC=shrink, and the scheduler, if it runs on this machine; the job goes on"
-            " meanwhile (default: 0, and 3 for the scheduler of an elastic job)"
+            "maximum restarts of dead servers, and separately of workers (BPSX_ELASTIC=shrink) and"
+            " of the scheduler (if it runs on this machine); the job goes on meanwhile (default: 0,"
+            " and 3 for the scheduler of an elastic job)"
         ),
     )
     made.add_argument("--version", action=_Version, nargs=0, help="print the version")
