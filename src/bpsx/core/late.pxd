@@ -69,7 +69,7 @@ cdef inline void await_greeting(Core *c, uint32_t peer) noexcept nogil:
 
 
 cdef inline void end_greeting(Core *c, uint32_t peer) noexcept nogil:
-    """Tell Python that a lane of the running job's newcomers is ready or lost."""
+    """Tell Python that a lane which joins the running job is ready or lost."""
     cdef uint64_t one = 1
     if not c.lanes.at[peer].greeted:
         return

@@ -416,8 +416,8 @@ cdef struct Lane:
     Server *server
     bint mute                   # a send failed: nothing more is sent
     bint lost                   # its connection has been ended for ever
-    Move *moved                 # where slots of it have gone, by Move.next; NULL: nowhere
-    Move *yielding              # one of these: the lane has yet to say that it has yielded
+    Move *moved                 # moves of its slots to other lanes, by Move.next; NULL: none
+    Move *yielding              # move for which the lane has yet to send LEFT
     uint32_t untaken            # HAVES that it has not replied to with TOOK
     # results of this lane that have arrived, to be acknowledged
     Settlement *acks

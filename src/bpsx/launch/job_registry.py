@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _NAME = "bpsx-job"
-_LINK = f"/memfd:{_NAME} (deleted)"  # how the kernel shows the descriptor of such a file
+_LINK = f"/memfd:{_NAME} (deleted)"  # the kernel's link for the descriptor of such a file
 
 
 @dataclass(frozen=True)

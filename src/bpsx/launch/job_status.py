@@ -1,4 +1,4 @@
-"""Events in a job's processes, and the results: exit status and last line."""
+"""Ends of a job's processes, and the results: exit status and last line."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Step:
             self._under_way += 1
 
     def count(self) -> None:
-        """One call has begun, or never will."""
+        """Note that a call has begun, or never will."""
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -96,7 +96,7 @@ class Step:
             session.seal(self.group)
 
     def end(self) -> None:
-        """One call, which has been counted, has ended."""
+        """Note that a counted call has ended."""
         with self._lock:
             self._under_way -= 1
             last = self._under_way == 0

@@ -48,7 +48,7 @@ cdef struct Share:
     Message *message
     char *body                  # body of the held push; NULL: none
     uint64_t length             # bytes of `body`
-    Landing landing             # where the worker wants the reply's body
+    Landing landing             # address that the worker suggests for the reply's body
 
 cdef struct RoundCount:         # the open round
     uint32_t pushed             # senders that have pushed

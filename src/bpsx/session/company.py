@@ -43,7 +43,7 @@ class Company:
 
     @property
     def has_me(self) -> bool:
-        """Whether the script sees this worker: it does not before a newcomer's own TERM."""
+        """Whether the script sees this worker; False on a newcomer until its TERM."""
         return self._number in self._shown
 
     @property

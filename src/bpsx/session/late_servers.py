@@ -43,7 +43,7 @@ class LateServers:
         self._secret = secret
         #: The lanes of each server that has not been reported as connected, by the server's rank.
         self._coming: dict[int, range] = {}
-        self._said = dict.fromkeys(connected, "")  # what CONNECTED has said of servers, by rank
+        self._said = dict.fromkeys(connected, "")  # by server's rank: `failure` of its CONNECTED
         self._todo: SimpleQueue[tuple[range, list[str]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False

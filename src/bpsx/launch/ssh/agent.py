@@ -70,7 +70,7 @@ class Runner:
                 if self._child.killed or not self._input_open:
                     kill_all()
                 else:
-                    self._child.send(signal.SIGKILL)  # what it has left behind in its group
+                    self._child.send(signal.SIGKILL)  # to descendants that are left in its group
             self._pass_state_on()
             self._say(f"ended {self._child.status} {int(self._child.killed)}")
             self._child.process.wait()
