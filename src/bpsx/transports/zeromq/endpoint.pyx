@@ -17,23 +17,21 @@ import zmq.backend.cython._zmq as _zmq_module
 from zmq.utils.monitor import parse_monitor_message
 
 from cpython.pycapsule cimport PyCapsule_New
-from libc.errno cimport EINTR
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, strdup
+from libc.string cimport strdup
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_load, atomic_store
-from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
-from bpsx.transports.zeromq.frames cimport (
-    find_parts, is_dropped, number_of, put_id, read_message, retire, send_frame,
+from bpsx.transports.abi cimport Endpoint, done_fn
+from bpsx.transports.zeromq.connection cimport (
+    ID_BYTES, Connection, EndpointState, Visitor, is_dropped, put_id,
 )
-from bpsx.transports.zeromq.libzmq cimport (
-    ID_BYTES, ZMQ_POLLIN, ZMQ_SNDMORE, Connection, EndpointState, LibZmq, Visitor,
-    zmq_msg_t, zmq_pollitem_t,
-)
+from bpsx.transports.zeromq.libzmq cimport LibZmq, zmq_msg_t, zmq_pollitem_t
+from bpsx.transports.zeromq.receive cimport zmq_drop, zmq_receive, zmq_release, zmq_wait, zmq_wake
+from bpsx.transports.zeromq.send cimport zmq_send
 
 from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
@@ -49,10 +47,6 @@ cdef extern from "<sys/eventfd.h>" nogil:
     enum:
         EFD_CLOEXEC
         EFD_NONBLOCK
-
-cdef extern from "<unistd.h>" nogil:
-    ssize_t read(int fd, void *buf, size_t count)
-    ssize_t write(int fd, const void *buf, size_t count)
 
 NEVER_MS = 10**9
 BACKLOG = 4096
@@ -88,89 +82,6 @@ def _load() -> None:
 
 
 _load()
-
-
-cdef int zmq_send(
-    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
-) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef char routing_id[ID_BYTES]
-    cdef int more = ZMQ_SNDMORE if body != NULL else 0
-    put_id(s, routing_id, number_of(s, peer))
-    # ROUTER refuses an unknown peer at the first frame. After that it sends or drops all frames of
-    # the message together.
-    if (
-        is_dropped(s, peer)
-        or send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0
-    ):
-        if head_done != NULL:
-            head_done(head, head_hint)
-        if body_done != NULL:
-            body_done(body, body_hint)
-        return -1
-    if send_frame(s, head, head_size, head_done, head_hint, more) != 0:
-        if body_done != NULL:
-            body_done(body, body_hint)
-        return -1
-    if body != NULL:
-        return send_frame(s, body, body_size, body_done, body_hint, 0)
-    return 0
-
-
-cdef int zmq_receive(void *self, Message *m) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    if not s.has_aside:
-        return read_message(s, m)
-    s.has_aside = False
-    m.peer, m.has_body = s.aside.peer, s.aside.has_body
-    memcpy(m.opaque, s.aside.opaque, sizeof(m.opaque))
-    find_parts(s, m)
-    return 1
-
-
-cdef void zmq_release(void *self, Message *m) noexcept nogil:
-    lib.msg_close(<zmq_msg_t *>&m.opaque[0])
-    if m.has_body:
-        lib.msg_close(<zmq_msg_t *>&m.opaque[8])
-
-
-cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef zmq_pollitem_t items[2]
-    cdef uint64_t drained = 0
-    if s.has_aside:
-        return      # without zmq_poll, which would read ahead: see zmq_drop
-    items[0].socket = s.socket
-    items[0].fd = -1
-    items[1].socket = NULL
-    items[1].fd = s.wake_fd
-    items[0].events = items[1].events = ZMQ_POLLIN
-    items[0].revents = items[1].revents = 0
-    if lib.poll(items, 2, timeout_ms) > 0 and items[1].revents:
-        read(s.wake_fd, &drained, sizeof(drained))
-
-
-cdef void zmq_wake(void *self) noexcept nogil:
-    cdef uint64_t one = 1
-    write((<EndpointState *>self).wake_fd, &one, sizeof(one))
-
-
-cdef void zmq_drop(void *self, uint32_t peer) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    if peer < s.n_visitors:
-        retire(s, &s.visitors[peer])
-    if peer >= s.n_connections or s.connections[peer].url == NULL or is_dropped(s, peer):
-        return
-    atomic_store(&s.connections[peer].dropped, 1)
-    # zmq_poll reads ahead: the routing id and the head of a message may have left its pipe, and its
-    # body not. libzmq 4.3.5 aborts the process if such a pipe is torn down. Read the whole message.
-    if not s.has_aside:
-        s.has_aside = read_message(s, &s.aside)
-    # Drops the messages in both directions. The done callbacks run on an I/O thread, or while this
-    # thread next receives or waits.
-    while lib.disconnect(s.socket, s.connections[peer].url) != 0 and lib.err() == EINTR:
-        pass
 
 
 cdef class ZeroMQEndpoint:
