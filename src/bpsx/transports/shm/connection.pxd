@@ -10,13 +10,16 @@
 # No lock is shared between processes. Each word has one writer, except `starving`, which one side
 # sets and the other clears.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.stdlib cimport free
 from posix.mman cimport munmap
+from posix.unistd cimport close as close_descriptor
 
-from bpsx.system.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, unlock
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
-from bpsx.transports.sockets.peers cimport Peers, aligned, room_for_peer, write
-from bpsx.transports.shm.allocator cimport Arena, Block, give_block, take_block
+from bpsx.system.sync cimport (
+    Monitor, atomic_add, atomic_load, atomic_store, lock, monitor_destroy, unlock,
+)
+from bpsx.transports.abi cimport Endpoint, done_fn
+from bpsx.transports.sockets.peers cimport Peers, room_for_peer, write
+from bpsx.transports.shm.allocator cimport Arena, Block, forget_blocks, give_block
 
 cdef enum:
     TOKENS = 4096               # messages of one direction that have not been returned
@@ -199,8 +202,6 @@ cdef inline bint is_released(Link *l) noexcept nogil:
     return found
 
 
-# ---- Sending
-
 cdef inline void run_dones(Sent *sent, bint body_too) noexcept nogil:
     """Run the done callbacks that have not run: the head's, and with ``body_too`` the body's."""
     cdef done_fn head_done = sent.head_done, body_done = sent.body_done
@@ -210,55 +211,6 @@ cdef inline void run_dones(Sent *sent, bint body_too) noexcept nogil:
     if body_too and body_done != NULL:
         sent.body_done = NULL
         body_done(sent.body, sent.body_hint)
-
-
-cdef inline bint is_shared(Link *l, void *body) noexcept nogil:
-    return <char *>body >= l.base and <char *>body < l.base + l.n_bytes
-
-
-cdef inline bint put(
-    EndpointState *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint
-) noexcept nogil:
-    """Write a message to the segment. False: no room or too large; nothing has changed then.
-
-    A worker's done callbacks run when the lane has taken the message, so messages that wait keep
-    the worker's own order. A lane's run at once; a lent body's runs when its token is returned.
-    """
-    cdef uint64_t head_room = (head_size + 63) & ~<uint64_t>63
-    cdef bint lent = s.is_lane and body != NULL and body_size and is_shared(l, body)
-    cdef uint64_t n = head_room + (0 if lent or body == NULL else body_size)
-    cdef int64_t at = l.out.posted
-    cdef Block *block
-    cdef Sent *sent
-    cdef RingEntry *e
-    if l.n_free == 0 or head_size > MOST_HEAD or n > REGION // 4:
-        return False
-    block = take_block(&l.arena, n)
-    if block == NULL:
-        return False
-    l.n_free -= 1
-    e = &l.out.entries[at % TOKENS]
-    e.token = l.unused[l.n_free]
-    l.order[at % TOKENS] = e.token
-    sent = &l.sent[e.token]
-    sent.used, sent.block, sent.lent = True, block, lent
-    sent.head, sent.head_done, sent.head_hint = head, head_done, head_hint
-    sent.body, sent.body_done, sent.body_hint = body, body_done, body_hint
-    e.head, e.head_size = l.region - l.base + block.offset, head_size
-    e.has_body, e.body_size = body != NULL, body_size if body != NULL else 0
-    e.body = <char *>body - l.base if lent else e.head + head_room
-    memcpy(l.base + e.head, head, head_size)
-    if not lent and e.body_size:
-        memcpy(l.base + e.body, body, e.body_size)
-    if not l.out.tight and (l.n_free < TOKENS // 2 or l.arena.used > REGION // 2):
-        atomic_store(&l.out.tight, 1)
-    atomic_store(&l.out.posted, at + 1)
-    if atomic_load(&l.out.parked):
-        wake_up(l)
-    if s.is_lane:
-        run_dones(sent, not lent)
-    return True
 
 
 cdef inline void take_back(Link *l, uint32_t token) noexcept nogil:
@@ -315,65 +267,36 @@ cdef inline void notice(EndpointState *s, Link *l) noexcept nogil:
         drop_link(l)
 
 
-# ---- Receiving
-
-cdef inline bint makes_sense(EndpointState *s, Link *l, RingEntry *e) noexcept nogil:
-    return (
-        e.head_size <= MOST_HEAD
-        and e.head <= l.n_bytes - e.head_size
-        and e.has_body <= 1
-        and e.body_size <= s.most_bytes
-        and (e.body_size <= l.n_bytes and e.body <= l.n_bytes - e.body_size)
-        and (e.has_body or not e.body_size)
-    )
+cdef inline void free_link(Link *l) noexcept nogil:
+    if l != NULL:
+        if l.wake_fd >= 0:
+            close_descriptor(l.wake_fd)     # os.close may be gone at the interpreter's end
+        monitor_destroy(&l.monitor)
+        forget_blocks(&l.arena)
+        free(l)
 
 
-cdef inline void return_token(Link *l, uint32_t token, bint held) noexcept nogil:
-    """Return a message's token to the writer. Any thread may call it.
-
-    ``held``: the message was read in place.
-    """
-    cdef int64_t at
-    lock(&l.monitor)
-    if l.mapping.there:
-        at = l.back.returned
-        l.back.returns[at % TOKENS] = token
-        atomic_store(&l.back.returned, at + 1)
-    if held and atomic_add(&l.mapping.held, -1) == 0 and l.mapping.dropped:
-        leave(l)
-    unlock(&l.monitor)
+cdef inline void free_dropped(EndpointState *s) noexcept nogil:
+    """Free the dropped links that no message refers to."""
+    cdef Link **at = &s.dropped
+    cdef Link *l
+    while at[0] != NULL:
+        l = at[0]
+        if is_released(l):
+            at[0] = l.next
+            free_link(l)
+        else:
+            at = &l.next
 
 
-cdef inline bint take_entry(EndpointState *s, Link *l, Message *m) noexcept nogil:
-    cdef RingEntry e
-    cdef char *copied
-    while l.taken != atomic_load(&l.back.posted):
-        e = l.back.entries[l.taken % TOKENS]
-        l.taken += 1
-        atomic_store(&l.back.taken, l.taken)
-        if atomic_load(&l.back.starving):
-            atomic_store(&l.back.starving, 0)
-            wake_up(l)
-        if not makes_sense(s, l, &e):
-            atomic_add(&s.malformed, 1)
-            return_token(l, e.token, False)
-            continue
-        m.peer, m.has_body = l.peer, e.has_body
-        m.head, m.head_size = l.base + e.head, e.head_size
-        m.body, m.body_size = l.base + e.body if e.has_body else NULL, e.body_size
-        m.opaque[0], m.opaque[1] = e.token, 0
-        m.wrapper = <uint64_t>l
-        if atomic_load(&l.back.tight):
-            copied = <char *>aligned(((e.head_size + 63) & ~<uint64_t>63) + e.body_size)
-            if copied != NULL:
-                memcpy(copied, m.head, e.head_size)
-                m.head = copied
-                if e.has_body:
-                    memcpy(copied + ((e.head_size + 63) & ~<uint64_t>63), m.body, e.body_size)
-                    m.body = copied + ((e.head_size + 63) & ~<uint64_t>63)
-                m.opaque[1] = <uint64_t>copied
-                return_token(l, e.token, False)
-        if not m.opaque[1]:
-            atomic_add(&l.mapping.held, 1)
-        return True
-    return False
+cdef inline void shared_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Link *l
+    take_new(s)
+    l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    if l != NULL:
+        drop_link(l)
+        take_out(s, l)
+        leave_when_released(l)
+    s.inner.drop(s.inner.self, peer)
+    free_dropped(s)

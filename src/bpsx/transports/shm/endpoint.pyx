@@ -19,14 +19,14 @@ from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, mun
 from posix.unistd cimport close as close_descriptor
 from posix.unistd cimport getpid
 
-from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
-from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
-from bpsx.transports.sockets.peers cimport forget_peers, free_aligned
-from bpsx.transports.shm.allocator cimport forget_blocks
+from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
+from bpsx.transports.abi cimport Endpoint
+from bpsx.transports.sockets.peers cimport forget_peers
 from bpsx.transports.shm.connection cimport (
-    Link, EndpointState, drop_link, is_released, leave, leave_when_released, notice, put,
-    return_token, set_up, slot_bytes, take_entry, take_new, take_out,
+    EndpointState, Link, drop_link, free_link, leave, set_up, shared_drop, slot_bytes, take_new,
 )
+from bpsx.transports.shm.receive cimport shared_receive, shared_release, shared_wait, shared_wake
+from bpsx.transports.shm.send cimport shared_lend, shared_send
 
 from bpsx.transports.base import ALONE, pass_number
 from bpsx.transports.shm import handshake
@@ -39,155 +39,6 @@ cdef extern from "<sys/mman.h>" nogil:
     int madvise(void *addr, size_t length, int advice)
 
 log = logging.getLogger("bpsx.connections")
-
-cdef enum:
-    # Messages from shared memory before the inner transport is asked again.
-    LOOK_EVERY = 16
-
-
-cdef int shared_send(
-    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
-) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Link *l
-    cdef int rc
-    take_new(s)
-    l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    if l != NULL and not l.dead:
-        notice(s, l)
-    if (
-        l != NULL
-        and not l.dead
-        and l.named
-        and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint)
-    ):
-        return 0
-    rc = s.inner.send(
-        s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done,
-        body_hint, landing
-    )
-    if l != NULL and rc == 0:
-        l.named = True
-    return rc
-
-
-cdef int shared_receive(void *self, Message *m) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Link *first
-    cdef Link *l
-    cdef int got
-    take_new(s)
-    s.turn += 1
-    if s.all != NULL and s.turn % LOOK_EVERY:
-        first = l = s.next_to_read if s.next_to_read != NULL else s.all
-        while True:
-            if not l.dead:
-                notice(s, l)
-            if not l.dead and take_entry(s, l, m):
-                s.next_to_read = l.next
-                return 1
-            l = l.next if l.next != NULL else s.all
-            if l == first:
-                break
-    got = s.inner.recv(s.inner.self, m)
-    m.wrapper = 0
-    return got
-
-
-cdef void shared_release(void *self, Message *m) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    if m.wrapper == 0:
-        s.inner.release(s.inner.self, m)
-    elif m.opaque[1]:
-        free_aligned(<void *>m.opaque[1])
-    else:
-        return_token(<Link *>m.wrapper, <uint32_t>m.opaque[0], True)
-
-
-cdef bint has_news(EndpointState *s) noexcept nogil:
-    cdef Link *l = s.all
-    while l != NULL:
-        if (
-            not l.dead
-            and (
-                l.taken != atomic_load(&l.back.posted)
-                or l.reclaimed != atomic_load(&l.out.returned)
-                or (l.noticed != atomic_load(&l.out.taken)) or atomic_load(&l.gone)
-                or atomic_load(&l.back.closed)
-            )
-        ):
-            return True
-        l = l.next
-    return False
-
-
-cdef void shared_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Link *l
-    take_new(s)
-    l = s.all
-    while l != NULL:
-        if not l.dead:
-            notice(s, l)
-            atomic_store(&l.back.parked, 1)
-            if not s.is_lane and l.noticed != l.out.posted:
-                atomic_store(&l.out.starving, 1)
-        l = l.next
-    s.inner.wait(s.inner.self, 0 if has_news(s) else timeout_ms)
-    l = s.all
-    while l != NULL:
-        if not l.dead:
-            atomic_store(&l.back.parked, 0)
-            notice(s, l)
-        l = l.next
-
-
-cdef void shared_wake(void *self) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    s.inner.wake(s.inner.self)
-
-
-cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    if l == NULL or l.dead:             # a live link copies bodies into the segment
-        s.inner.lend(s.inner.self, peer, at, n)
-
-
-cdef void free_link(Link *l) noexcept nogil:
-    if l != NULL:
-        if l.wake_fd >= 0:
-            close_descriptor(l.wake_fd)     # os.close may be gone at the interpreter's end
-        monitor_destroy(&l.monitor)
-        forget_blocks(&l.arena)
-        free(l)
-
-
-cdef void free_dropped(EndpointState *s) noexcept nogil:
-    """Free the dropped links that no message refers to."""
-    cdef Link **at = &s.dropped
-    cdef Link *l
-    while at[0] != NULL:
-        l = at[0]
-        if is_released(l):
-            at[0] = l.next
-            free_link(l)
-        else:
-            at = &l.next
-
-
-cdef void shared_drop(void *self, uint32_t peer) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Link *l
-    take_new(s)
-    l = <Link *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    if l != NULL:
-        drop_link(l)
-        take_out(s, l)
-        leave_when_released(l)
-    s.inner.drop(s.inner.self, peer)
-    free_dropped(s)
 
 
 cdef class SharedEndpoint:
