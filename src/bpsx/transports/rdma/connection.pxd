@@ -298,3 +298,13 @@ cdef inline void lose(EndpointState *s, Connection *c) noexcept nogil:
     if not c.dead:
         let_go(c)
         add_loss(&s.losses, c.peer)
+
+
+cdef inline bint take_waiting(Connection *c, Message *m) noexcept nogil:
+    cdef Waiting *w = c.inbound.first_waiting
+    if w == NULL:
+        return False
+    m[0] = w.m
+    c.inbound.first_waiting = w.next
+    free(w)
+    return True

@@ -1,21 +1,26 @@
-# The end of a connection to a peer that has been dropped or replaced. Runs on the driving thread.
+# The end of a connection to a peer that has been dropped, or replaced by a new connection. Runs on
+# the driving thread.
 #
 # The queue pair goes at once: from then on the adapter writes nothing of that peer anywhere. The
 # inbox stays registered until the last message in it has been released. Until then the
 # lane reads it, or the adapter sends it to other peers.
-from libc.stdint cimport uint64_t
+#
+# New connections are taken over here, because one that a worker has made again ends the older one.
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free
 from posix.mman cimport munmap
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.system.sync cimport atomic_store, lock, monitor_destroy, unlock
+from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, unlock
 from bpsx.transports.abi cimport Message
 from bpsx.transports.rdma.allocator cimport units_free
-from bpsx.transports.rdma.connection cimport Connection, EndpointState, let_go, release_message
-from bpsx.transports.rdma.memory_region cimport remove_range
-from bpsx.transports.rdma.receive cimport take_waiting
+from bpsx.transports.rdma.connection cimport (
+    Connection, EndpointState, let_go, release_message, take_waiting,
+)
+from bpsx.transports.rdma.memory_region cimport add_range, remove_range
 from bpsx.transports.rdma.verbs cimport ibv_dereg_mr, ibv_destroy_cq, ibv_destroy_qp
-from bpsx.transports.sockets.epoll cimport EPOLL_CTL_DEL, epoll_set
+from bpsx.transports.sockets.epoll cimport EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, epoll_set
+from bpsx.transports.sockets.peers cimport forget_loss, room_for_peer
 
 
 cdef inline void free_connection(Connection *c) noexcept nogil:
@@ -111,3 +116,44 @@ cdef inline void end(EndpointState *s, Connection *c) noexcept nogil:
         release_message(&unread)
     c.next, s.ended = s.ended, c
     free_ended(s)
+
+
+cdef inline void take_new(EndpointState *s) noexcept nogil:
+    """Add the connections that other threads made since the last call."""
+    cdef Connection *c
+    cdef Connection *following
+    if atomic_load(&s.n_released):
+        free_ended(s)
+    if atomic_load(&s.n_new) == 0:
+        return
+    lock(&s.monitor)
+    c, s.new = s.new, NULL
+    atomic_store(&s.n_new, 0)
+    unlock(&s.monitor)
+    while c != NULL:
+        following = c.next
+        c.next, s.all = s.all, c
+        add_range(
+            &s.memory, <uint64_t>c.inbound.inbox, c.inbound.inbox_bytes, c.inbound.small_lkey, NULL
+        )
+        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] != NULL:
+            # Another worker of this rank, or the same once more: each has shown a new number.
+            end(s, <Connection *>s.peers.at[c.peer])
+        if (
+            c.peer < s.peers.capacity
+            and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
+        ):
+            s.peers.at[c.peer] = c
+        else:
+            let_go(c)
+        c = following
+
+
+cdef inline void rdma_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    if c != NULL:
+        end(s, c)
+    forget_loss(&s.losses, peer)

@@ -16,27 +16,26 @@ import struct
 import time
 
 cimport cython
-from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.unistd cimport getpid
 
 from bpsx.system.sync cimport atomic_store, lock, monitor_init, unlock
-from bpsx.transports.abi cimport Landing, Message, done_fn
-from bpsx.transports.rdma.ended cimport end, free_all, free_connection, free_inbox
-from bpsx.transports.rdma.receive cimport expect_one, take_all
+from bpsx.transports.rdma.ended cimport (
+    end, free_all, free_connection, free_inbox, rdma_drop, take_new,
+)
+from bpsx.transports.rdma.receive cimport (
+    expect_one, rdma_receive, rdma_release, rdma_wait, rdma_wake,
+)
 from bpsx.transports.sockets.epoll cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
-from bpsx.transports.rdma.progress cimport from_one, is_busy, look, see_to, take_new
 from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
 from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
-from bpsx.transports.sockets.peers cimport add_loss, forget_loss, forget_peers, signal_loss
-from bpsx.transports.rdma.connection cimport (
-    SMALL, TOKENS, Connection, Outgoing, EndpointState, lose, release_message, tell_done, wake_up,
-)
-from bpsx.transports.rdma.memory_region cimport Range, find_range, forget_registered, register_lent
+from bpsx.transports.sockets.peers cimport add_loss, forget_peers
+from bpsx.transports.rdma.connection cimport SMALL, TOKENS, Connection, EndpointState, wake_up
+from bpsx.transports.rdma.memory_region cimport forget_registered
 from bpsx.transports.rdma.allocator cimport units_free, units_init
 from bpsx.transports.rdma.verbs cimport ibv_wc_status_str
-from bpsx.transports.rdma.send cimport copy_for_queue, post_message
+from bpsx.transports.rdma.send cimport rdma_lend, rdma_send
 
 from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
@@ -54,143 +53,10 @@ _MAGIC = b"bpsxrdm1"
 _ANSWER_SECONDS, _LAST_SECONDS = 60.0, 0.1
 
 cdef enum:
-    # Calls of recv before epoll is asked again while there are messages: a peer may have died.
-    LOOK_EVERY = 256
     OUTBOX = 32 << 20
     LEAST_INBOX = 1 << 20
     MOST_INBOX_MIB = 1 << 16
 
-
-# ---- Data plane
-
-cdef void take_landing(EndpointState *s, Landing *out, const Landing *wanted) noexcept nogil:
-    """Prepare a landing for the peer. `out.at` is 0 if the adapter cannot reach the memory."""
-    cdef Range *registered = NULL
-    out.at = 0
-    if wanted == NULL or wanted.at == 0 or wanted.room > s.most_written:
-        return
-    out[0] = wanted[0]
-    if not wanted.remote:
-        registered = find_range(&s.memory, wanted.at, wanted.room)
-        if registered == NULL or registered.lent == NULL:
-            out.at = 0
-        else:
-            out.key = registered.lent.rkey
-
-
-cdef int rdma_send(
-    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
-) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *c
-    cdef Outgoing o
-    cdef Outgoing *kept
-    cdef int rc = -1
-    take_new(s)
-    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    o.next, o.head, o.head_size, o.head_done, o.head_hint = (
-        NULL, <char *>head, head_size, head_done, head_hint
-    )
-    o.body, o.body_size, o.body_done, o.body_hint, o.sent = (
-        <char *>body, body_size
-        if body != NULL
-        else 0, body_done, body_hint, 0
-    )
-    take_landing(s, &o.landing, landing)
-    if c != NULL and not c.dead:
-        rc = post_message(s, c, &o) if c.outbound.first == NULL else 0
-    if rc == 0:
-        kept = copy_for_queue(&o)
-        if kept != NULL:
-            if c.outbound.first == NULL:
-                c.outbound.first = kept
-            else:
-                c.outbound.last.next = kept
-            c.outbound.last = kept
-            return 0
-        rc = -1
-    if rc < 0:
-        if c != NULL:
-            lose(s, c)          # before tell_done: of two requests the first may have been posted
-        tell_done(&o)
-    return 0 if rc > 0 else -1
-
-
-cdef void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    if not register_lent(&s.memory, <char *>at, n):
-        signal_loss(&s.losses)         # lost() logs the refusal
-
-
-cdef int rdma_receive(void *self, Message *m) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *first
-    cdef Connection *c
-    take_new(s)
-    s.since += 1
-    if s.since >= LOOK_EVERY:
-        look(s, 0)
-    first = c = s.next_to_read if s.next_to_read != NULL else s.all
-    while c != NULL:
-        if (not c.dead or c.inbound.first_waiting != NULL) and from_one(s, c, m):
-            s.next_to_read = c.next
-            return 1
-        c = c.next if c.next != NULL else s.all
-        if c == first:
-            break
-    return 0
-
-
-cdef void rdma_release(void *self, Message *m) noexcept nogil:
-    release_message(m)
-
-
-cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *c
-    cdef bint busy = False
-    take_new(s)
-    c = s.all
-    while c != NULL:            # all connections first, because they share the outbox
-        if not c.dead and take_all(s, c) < 0:
-            lose(s, c)
-        c = c.next
-    c = s.all
-    while c != NULL:
-        busy |= see_to(s, c)
-        c = c.next
-    busy |= s.woken
-    atomic_store(&s.parked, 1)
-    c = s.all
-    while c != NULL:
-        busy |= is_busy(s, c)
-        c = c.next
-    look(s, 0 if busy else timeout_ms)
-    atomic_store(&s.parked, 0)
-    s.woken = False
-    c = s.all
-    while c != NULL:
-        if c.ends and not c.dead and take_all(s, c) < 0:
-            lose(s, c)
-        c = c.next
-
-
-cdef void rdma_wake(void *self) noexcept nogil:
-    wake_up(<EndpointState *>self)
-
-
-cdef void rdma_drop(void *self, uint32_t peer) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *c
-    take_new(s)
-    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    if c != NULL:
-        end(s, c)
-    forget_loss(&s.losses, peer)
-
-
-# ---- Control plane
 
 @cython.no_gc_clear
 cdef class _Link:

@@ -1,52 +1,17 @@
-# Progress of an RDMA endpoint, besides sending: kernel events, arrived messages, and messages that
-# wait for room. Runs on the driving thread.
+# Progress of an RDMA endpoint, besides sending and receiving: kernel events, and messages that wait
+# for room. Runs on the driving thread.
 from libc.stdint cimport uint64_t
 
-from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
-from bpsx.transports.abi cimport Message
-from bpsx.transports.rdma.receive cimport next_message, take_waiting
+from bpsx.system.sync cimport atomic_load
 from bpsx.transports.sockets.epoll cimport (
-    EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_event, epoll_set, epoll_wait,
+    EPOLL_CTL_DEL, EVENTS, epoll_event, epoll_set, epoll_wait,
 )
-from bpsx.transports.sockets.peers cimport read, room_for_peer
-from bpsx.transports.rdma.connection cimport POLLED, Connection, EndpointState, let_go, lose
-from bpsx.transports.rdma.ended cimport end, free_ended
-from bpsx.transports.rdma.memory_region cimport add_range
+from bpsx.transports.sockets.peers cimport read
+from bpsx.transports.rdma.connection cimport POLLED, Connection, EndpointState, lose
 from bpsx.transports.rdma.verbs cimport (
     ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq,
 )
-from bpsx.transports.rdma.send cimport can_send_returns, flush, has_returns, send_returns
-
-
-cdef inline void take_new(EndpointState *s) noexcept nogil:
-    """Add the connections that other threads made since the last call."""
-    cdef Connection *c
-    cdef Connection *following
-    if atomic_load(&s.n_released):
-        free_ended(s)
-    if atomic_load(&s.n_new) == 0:
-        return
-    lock(&s.monitor)
-    c, s.new = s.new, NULL
-    atomic_store(&s.n_new, 0)
-    unlock(&s.monitor)
-    while c != NULL:
-        following = c.next
-        c.next, s.all = s.all, c
-        add_range(
-            &s.memory, <uint64_t>c.inbound.inbox, c.inbound.inbox_bytes, c.inbound.small_lkey, NULL
-        )
-        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] != NULL:
-            # Another worker of this rank, or the same once more: each has shown a new number.
-            end(s, <Connection *>s.peers.at[c.peer])
-        if (
-            c.peer < s.peers.capacity
-            and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0
-        ):
-            s.peers.at[c.peer] = c
-        else:
-            let_go(c)
-        c = following
+from bpsx.transports.rdma.send cimport can_send_returns, flush, send_returns
 
 
 cdef inline void look(EndpointState *s, int timeout_ms) noexcept nogil:
@@ -75,24 +40,6 @@ cdef inline void look(EndpointState *s, int timeout_ms) noexcept nogil:
             c = <Connection *>events[i].data.ptr
             c.ends = True       # what the peer wrote before has arrived already
             epoll_set(s.epoll, EPOLL_CTL_DEL, c.fd, 0, NULL)
-
-
-cdef inline int from_one(EndpointState *s, Connection *c, Message *m) noexcept nogil:
-    """Receive from one connection. Return 1 if *m is filled, else 0.
-
-    Also posts messages that wait for room, where there is some.
-    """
-    cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
-    if (
-        not c.dead
-        and (
-            got < 0
-            or flush(s, c) < 0
-            or (has_returns(c, False) and send_returns(s, c, False) < 0)
-        )
-    ):
-        lose(s, c)              # a received message stays valid as long as the endpoint
-    return max(got, 0)
 
 
 cdef inline bint is_busy(EndpointState *s, Connection *c) noexcept nogil:

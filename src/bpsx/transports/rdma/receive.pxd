@@ -4,19 +4,27 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from bpsx.system.sync cimport atomic_add
+from bpsx.system.sync cimport atomic_add, atomic_store
 from bpsx.transports.abi cimport Message
 from bpsx.transports.sockets.peers cimport aligned
 from bpsx.transports.rdma.connection cimport (
     EXPECTED, FROM_UNIT, HEAD_ROOM, LANDED, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS,
-    SMALL, TOKENS, WHOLE, Connection, Prefix, EndpointState, Waiting, before_body, complete,
-    return_token, take_back, take_unit_back,
+    SMALL, TOKENS, WHOLE, Connection, Prefix, EndpointState, Waiting, before_body, complete, lose,
+    release_message, return_token, take_back, take_unit_back, take_waiting, wake_up,
 )
+from bpsx.transports.rdma.ended cimport take_new
 from bpsx.transports.rdma.memory_region cimport Range, find_range
 from bpsx.transports.rdma.allocator cimport UNIT
+from bpsx.transports.rdma.progress cimport is_busy, look, see_to
+from bpsx.transports.rdma.send cimport flush, has_returns, send_returns
 from bpsx.transports.rdma.verbs cimport (
     IBV_WC_RECV_RDMA_WITH_IMM, expect, ibv_poll_cq, ibv_sge, ibv_wc, immediate,
 )
+
+cdef enum:
+    # Calls of recv before epoll is asked again while there are messages: a peer may have died.
+    LOOK_EVERY = 256
+    MOST_BODY_GIB = 1024
 
 
 cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
@@ -26,10 +34,6 @@ cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
         c.inbound.small + which * SMALL
     ), SMALL, c.inbound.small_lkey
     return expect(c.qp, EXPECTED | which, &piece) == 0
-
-
-cdef enum:
-    MOST_BODY_GIB = 1024
 
 
 cdef inline bint is_lent(EndpointState *s, uint64_t at, uint64_t n) noexcept nogil:
@@ -256,11 +260,76 @@ cdef inline int take_all(EndpointState *s, Connection *c) noexcept nogil:
         c.inbound.last_waiting = w
 
 
-cdef inline bint take_waiting(Connection *c, Message *m) noexcept nogil:
-    cdef Waiting *w = c.inbound.first_waiting
-    if w == NULL:
-        return False
-    m[0] = w.m
-    c.inbound.first_waiting = w.next
-    free(w)
-    return True
+cdef inline int from_one(EndpointState *s, Connection *c, Message *m) noexcept nogil:
+    """Receive from one connection. Return 1 if *m is filled, else 0.
+
+    Also posts messages that wait for room, where there is some.
+    """
+    cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
+    if (
+        not c.dead
+        and (
+            got < 0
+            or flush(s, c) < 0
+            or (has_returns(c, False) and send_returns(s, c, False) < 0)
+        )
+    ):
+        lose(s, c)              # a received message stays valid as long as the endpoint
+    return max(got, 0)
+
+
+cdef inline int rdma_receive(void *self, Message *m) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *first
+    cdef Connection *c
+    take_new(s)
+    s.since += 1
+    if s.since >= LOOK_EVERY:
+        look(s, 0)
+    first = c = s.next_to_read if s.next_to_read != NULL else s.all
+    while c != NULL:
+        if (not c.dead or c.inbound.first_waiting != NULL) and from_one(s, c, m):
+            s.next_to_read = c.next
+            return 1
+        c = c.next if c.next != NULL else s.all
+        if c == first:
+            break
+    return 0
+
+
+cdef inline void rdma_release(void *self, Message *m) noexcept nogil:
+    release_message(m)
+
+
+cdef inline void rdma_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    cdef bint busy = False
+    take_new(s)
+    c = s.all
+    while c != NULL:            # all connections first, because they share the outbox
+        if not c.dead and take_all(s, c) < 0:
+            lose(s, c)
+        c = c.next
+    c = s.all
+    while c != NULL:
+        busy |= see_to(s, c)
+        c = c.next
+    busy |= s.woken
+    atomic_store(&s.parked, 1)
+    c = s.all
+    while c != NULL:
+        busy |= is_busy(s, c)
+        c = c.next
+    look(s, 0 if busy else timeout_ms)
+    atomic_store(&s.parked, 0)
+    s.woken = False
+    c = s.all
+    while c != NULL:
+        if c.ends and not c.dead and take_all(s, c) < 0:
+            lose(s, c)
+        c = c.next
+
+
+cdef inline void rdma_wake(void *self) noexcept nogil:
+    wake_up(<EndpointState *>self)

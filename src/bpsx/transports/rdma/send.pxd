@@ -10,18 +10,22 @@
 # readers never hold.
 #
 # The body of a reply is written where its reader asked for it, if it did, and needs no inbox units.
+from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
+from bpsx.transports.abi cimport Landing, done_fn
 from bpsx.transports.rdma.connection cimport (
     FROM_UNIT, LANDED, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE,
-    Connection, Outgoing, Prefix, Sent, EndpointState, before_body, tell_done,
+    Connection, Outgoing, Prefix, Sent, EndpointState, before_body, lose, tell_done,
 )
-from bpsx.transports.rdma.memory_region cimport Range, find_range
+from bpsx.transports.rdma.ended cimport take_new
+from bpsx.transports.rdma.memory_region cimport Range, find_range, register_lent
 from bpsx.transports.rdma.allocator cimport UNIT, give_units, longest_run, take_units, units_for
 from bpsx.transports.rdma.verbs cimport IBV_SEND_INLINE, ibv_sge, post, post_both
+from bpsx.transports.sockets.peers cimport signal_loss
 
 
 cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind) noexcept nogil:
@@ -393,3 +397,63 @@ cdef inline int send_returns(EndpointState *s, Connection *c, bint all_of_it) no
         if send_out(s, c, message, sizeof(Prefix), number) < 0:
             return -1
     return 0
+
+
+cdef inline void take_landing(EndpointState *s, Landing *out, const Landing *wanted) noexcept nogil:
+    """Prepare a landing for the peer. `out.at` is 0 if the adapter cannot reach the memory."""
+    cdef Range *registered = NULL
+    out.at = 0
+    if wanted == NULL or wanted.at == 0 or wanted.room > s.most_written:
+        return
+    out[0] = wanted[0]
+    if not wanted.remote:
+        registered = find_range(&s.memory, wanted.at, wanted.room)
+        if registered == NULL or registered.lent == NULL:
+            out.at = 0
+        else:
+            out.key = registered.lent.rkey
+
+
+cdef inline int rdma_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
+) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    cdef Outgoing o
+    cdef Outgoing *kept
+    cdef int rc = -1
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    o.next, o.head, o.head_size, o.head_done, o.head_hint = (
+        NULL, <char *>head, head_size, head_done, head_hint
+    )
+    o.body, o.body_size, o.body_done, o.body_hint, o.sent = (
+        <char *>body, body_size
+        if body != NULL
+        else 0, body_done, body_hint, 0
+    )
+    take_landing(s, &o.landing, landing)
+    if c != NULL and not c.dead:
+        rc = post_message(s, c, &o) if c.outbound.first == NULL else 0
+    if rc == 0:
+        kept = copy_for_queue(&o)
+        if kept != NULL:
+            if c.outbound.first == NULL:
+                c.outbound.first = kept
+            else:
+                c.outbound.last.next = kept
+            c.outbound.last = kept
+            return 0
+        rc = -1
+    if rc < 0:
+        if c != NULL:
+            lose(s, c)          # before tell_done: of two requests the first may have been posted
+        tell_done(&o)
+    return 0 if rc > 0 else -1
+
+
+cdef inline void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    if not register_lent(&s.memory, <char *>at, n):
+        signal_loss(&s.losses)         # lost() logs the refusal
