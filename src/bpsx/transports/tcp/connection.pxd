@@ -8,7 +8,9 @@ from bpsx.transports.abi cimport done_fn
 from bpsx.transports.sockets.epoll cimport (
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, epoll_set,
 )
-from bpsx.transports.sockets.peers cimport Losses, Peers, add_loss, free_aligned, room_for_peer
+from bpsx.transports.sockets.peers cimport (
+    Losses, Peers, add_loss, forget_loss, free_aligned, room_for_peer,
+)
 
 cdef extern from *:
     """
@@ -184,6 +186,7 @@ cdef inline void take_out(EndpointState *s, Connection *c) noexcept nogil:
                 at = &at[0].next_ready
     s.peers.at[c.peer] = NULL
 
+
 cdef inline void end(EndpointState *s, Connection *c) noexcept nogil:
     """End a connection and free it."""
     take_out(s, c)
@@ -236,3 +239,13 @@ cdef inline void take_new(EndpointState *s) noexcept nogil:
             c.dead = True
             let_go(c)
         c = following
+
+
+cdef inline void tcp_drop(void *self, uint32_t peer) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    if c != NULL:
+        end(s, c)
+    forget_loss(&s.losses, peer)

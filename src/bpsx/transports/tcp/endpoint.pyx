@@ -11,25 +11,15 @@ head's size, whether there is a body, the body's size), the head and the body.
 """
 import logging
 
-from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.system.sync cimport atomic_store, lock, unlock
-from bpsx.transports.abi cimport Landing, Message, done_fn
-from bpsx.transports.tcp.connection cimport (
-    LOOK_EVERY, Connection, Outgoing, Prefix, EndpointState, end, iovec, let_go, lose, make_ready,
-    next_ready, take_new,
-)
+from bpsx.transports.tcp.connection cimport Connection, EndpointState, let_go, take_new, tcp_drop
 from bpsx.transports.sockets.endpoint cimport ListeningEndpoint
-from bpsx.transports.sockets.epoll cimport EPOLLOUT, EVENTS, epoll_event, epoll_wait
-from bpsx.transports.tcp.receive cimport next_message
-from bpsx.transports.sockets.peers cimport (
-    add_loss, forget_loss, forget_peers, free_aligned, read, write,
-)
-from bpsx.transports.tcp.send cimport (
-    flush, keep, put_rest, send_pieces, size_of, tell_when_writable,
-)
+from bpsx.transports.sockets.peers cimport add_loss, forget_peers
+from bpsx.transports.tcp.receive cimport tcp_receive, tcp_release, tcp_wait, tcp_wake
+from bpsx.transports.tcp.send cimport tcp_send
 
 from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
@@ -39,122 +29,6 @@ from bpsx.transports.sockets.buffers import LEAST, size_send_buffer
 from bpsx.transports.sockets.congestion import check_congestion, choose_congestion
 
 log = logging.getLogger("bpsx.connections")
-
-
-cdef int tcp_send(
-    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
-) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *c
-    cdef Prefix prefix
-    cdef iovec pieces[3]
-    cdef ssize_t sent = -1
-    cdef Outgoing *o = NULL
-    take_new(s)
-    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    prefix.head_size, prefix.has_body, prefix.body_size = (
-        <uint32_t>head_size, body != NULL, body_size
-        if body != NULL
-        else 0
-    )
-    if c != NULL and not c.dead:
-        sent = (
-            0
-            if c.first != NULL
-            else send_pieces(c, pieces, put_rest(pieces, &prefix, <char *>head, <char *>body, 0))
-        )
-    if sent >= 0 and <size_t>sent < size_of(&prefix):
-        o = keep(&prefix, head, head_done, head_hint, body, body_done, body_hint, sent)
-        if o != NULL:
-            if c.first == NULL:
-                c.first = o
-            else:
-                c.last.next = o
-            c.last = o
-            tell_when_writable(s, c, True)
-            return 0
-        sent = -1
-    if head_done != NULL:
-        head_done(head, head_hint)
-    if body_done != NULL:
-        body_done(body, body_hint)
-    if sent < 0 and c != NULL:
-        lose(s, c)
-    return 0 if sent >= 0 else -1
-
-
-cdef bint poll(EndpointState *s, int timeout_ms) noexcept nogil:
-    """Handle what epoll reports readable or writable. Return whether there was an event."""
-    cdef epoll_event events[EVENTS]
-    cdef uint64_t drained = 0
-    cdef Connection *c
-    cdef int i, n
-    take_new(s)
-    s.since = 0
-    n = epoll_wait(s.epoll, events, EVENTS, timeout_ms)
-    for i in range(n):
-        c = <Connection *>events[i].data.ptr
-        if c == NULL:
-            read(s.wake_fd, &drained, sizeof(drained))
-            s.woken = True      # the next wait returns at once
-            continue
-        if events[i].events & EPOLLOUT and not c.dead and flush(s, c) != 0:
-            lose(s, c)
-        if events[i].events & ~<uint32_t>EPOLLOUT:
-            c.drained = False
-            make_ready(s, c)
-    return n > 0
-
-
-cdef int tcp_receive(void *self, Message *m) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *c
-    cdef int got
-    cdef bint looked = False
-    s.since += 1
-    if s.since >= LOOK_EVERY:
-        poll(s, 0)
-    while True:
-        c = next_ready(s)
-        if c == NULL:
-            if looked or not poll(s, 0):
-                return 0
-            looked = True
-            continue
-        if c.dead:
-            continue
-        got = next_message(s, c, m)
-        if got > 0:
-            make_ready(s, c)        # at the end of the list: it may have more messages
-            return 1
-        if got < 0:
-            lose(s, c)
-
-
-cdef void tcp_release(void *self, Message *m) noexcept nogil:
-    free_aligned(<void *>m.opaque[0])
-
-
-cdef void tcp_wait(void *self, int timeout_ms) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    poll(s, timeout_ms if s.ready_first == NULL and not s.woken else 0)
-    s.woken = False
-
-
-cdef void tcp_wake(void *self) noexcept nogil:
-    cdef uint64_t one = 1
-    write((<EndpointState *>self).wake_fd, &one, sizeof(one))
-
-
-cdef void tcp_drop(void *self, uint32_t peer) noexcept nogil:
-    cdef EndpointState *s = <EndpointState *>self
-    cdef Connection *c
-    take_new(s)
-    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
-    if c != NULL:
-        end(s, c)
-    forget_loss(&s.losses, peer)
 
 
 cdef class TcpEndpoint(ListeningEndpoint):

@@ -2,16 +2,19 @@
 # straight into that memory.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stddef cimport size_t
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy, memmove, memset
 
 from bpsx.system.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
 from bpsx.transports.tcp.connection cimport (
-    BUFFER, BUFFER_AMONG_LONG, LONG, MOST_HEAD, MSG_DONTWAIT, SHORT_IN_A_ROW, Connection, Prefix,
-    EndpointState, iovec, msghdr, recvmsg,
+    BUFFER, BUFFER_AMONG_LONG, LONG, LOOK_EVERY, MOST_HEAD, MSG_DONTWAIT, SHORT_IN_A_ROW,
+    Connection, Prefix, EndpointState, iovec, lose, make_ready, msghdr, next_ready, recvmsg,
+    take_new,
 )
-from bpsx.transports.sockets.peers cimport aligned
+from bpsx.transports.sockets.epoll cimport EPOLLOUT, EVENTS, epoll_event, epoll_wait
+from bpsx.transports.sockets.peers cimport aligned, free_aligned, read, write
+from bpsx.transports.tcp.send cimport flush
 
 
 cdef inline size_t body_at(Prefix *p) noexcept nogil:
@@ -137,3 +140,66 @@ cdef inline int next_message(EndpointState *s, Connection *c, Message *m) noexce
         more = read_more(c)
         if more <= 0:
             return more
+
+
+cdef inline bint poll(EndpointState *s, int timeout_ms) noexcept nogil:
+    """Handle what epoll reports readable or writable. Return whether there was an event."""
+    cdef epoll_event events[EVENTS]
+    cdef uint64_t drained = 0
+    cdef Connection *c
+    cdef int i, n
+    take_new(s)
+    s.since = 0
+    n = epoll_wait(s.epoll, events, EVENTS, timeout_ms)
+    for i in range(n):
+        c = <Connection *>events[i].data.ptr
+        if c == NULL:
+            read(s.wake_fd, &drained, sizeof(drained))
+            s.woken = True      # the next wait returns at once
+            continue
+        if events[i].events & EPOLLOUT and not c.dead and flush(s, c) != 0:
+            lose(s, c)
+        if events[i].events & ~<uint32_t>EPOLLOUT:
+            c.drained = False
+            make_ready(s, c)
+    return n > 0
+
+
+cdef inline int tcp_receive(void *self, Message *m) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    cdef int got
+    cdef bint looked = False
+    s.since += 1
+    if s.since >= LOOK_EVERY:
+        poll(s, 0)
+    while True:
+        c = next_ready(s)
+        if c == NULL:
+            if looked or not poll(s, 0):
+                return 0
+            looked = True
+            continue
+        if c.dead:
+            continue
+        got = next_message(s, c, m)
+        if got > 0:
+            make_ready(s, c)        # at the end of the list: it may have more messages
+            return 1
+        if got < 0:
+            lose(s, c)
+
+
+cdef inline void tcp_release(void *self, Message *m) noexcept nogil:
+    free_aligned(<void *>m.opaque[0])
+
+
+cdef inline void tcp_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    poll(s, timeout_ms if s.ready_first == NULL and not s.woken else 0)
+    s.woken = False
+
+
+cdef inline void tcp_wake(void *self) noexcept nogil:
+    cdef uint64_t one = 1
+    write((<EndpointState *>self).wake_fd, &one, sizeof(one))

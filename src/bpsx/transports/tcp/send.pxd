@@ -1,13 +1,14 @@
 # Send path of a TCP connection: write what the kernel accepts, queue the rest.
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stddef cimport size_t
+from libc.stdint cimport uint32_t
 from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.transports.abi cimport done_fn
+from bpsx.transports.abi cimport Landing, done_fn
 from bpsx.transports.tcp.connection cimport (
     GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing, Prefix, EndpointState, end_outgoing,
-    iovec, msghdr, sendmsg,
+    iovec, lose, msghdr, sendmsg, take_new,
 )
 from bpsx.transports.sockets.epoll cimport EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, epoll_set
 
@@ -110,3 +111,46 @@ cdef inline Outgoing *keep(
         o.head = <char *>(o + 1)
         memcpy(o.head, head, prefix.head_size)
     return o
+
+
+cdef inline int tcp_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
+) noexcept nogil:
+    cdef EndpointState *s = <EndpointState *>self
+    cdef Connection *c
+    cdef Prefix prefix
+    cdef iovec pieces[3]
+    cdef ssize_t sent = -1
+    cdef Outgoing *o = NULL
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.capacity else NULL
+    prefix.head_size, prefix.has_body, prefix.body_size = (
+        <uint32_t>head_size, body != NULL, body_size
+        if body != NULL
+        else 0
+    )
+    if c != NULL and not c.dead:
+        sent = (
+            0
+            if c.first != NULL
+            else send_pieces(c, pieces, put_rest(pieces, &prefix, <char *>head, <char *>body, 0))
+        )
+    if sent >= 0 and <size_t>sent < size_of(&prefix):
+        o = keep(&prefix, head, head_done, head_hint, body, body_done, body_hint, sent)
+        if o != NULL:
+            if c.first == NULL:
+                c.first = o
+            else:
+                c.last.next = o
+            c.last = o
+            tell_when_writable(s, c, True)
+            return 0
+        sent = -1
+    if head_done != NULL:
+        head_done(head, head_hint)
+    if body_done != NULL:
+        body_done(body, body_hint)
+    if sent < 0 and c != NULL:
+        lose(s, c)
+    return 0 if sent >= 0 else -1
