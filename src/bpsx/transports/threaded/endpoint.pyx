@@ -22,6 +22,7 @@ from bpsx.system.sync cimport (
 )
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport read
+from bpsx.transports.threaded.fifo cimport take_all
 from bpsx.transports.threaded.part cimport (
     DROPPED, OPEN, Command, EndpointState, Part, Received, add_peer, close_peer, end_memory,
     forget_commands, give, new_command, ring, run_part, status_of, take_broken,
@@ -66,15 +67,14 @@ cdef int threaded_send(
 cdef int threaded_receive(void *self, Message *m) noexcept nogil:
     cdef EndpointState *s = <EndpointState *>self
     cdef Received *r
-    if s.taken == NULL and atomic_load(&s.n_received):
+    if s.taken == NULL and atomic_load(&s.received.n):
         lock(&s.monitor)
-        s.taken, s.first = s.first, NULL
-        atomic_store(&s.n_received, 0)
+        s.taken = take_all(&s.received)
         unlock(&s.monitor)
-    r = s.taken
+    r = <Received *>s.taken
     if r == NULL:
         return 0
-    s.taken = r.next
+    s.taken = r.item.next
     m[0] = r.message
     free(r)
     return 1
@@ -92,7 +92,7 @@ cdef void threaded_wait(void *self, int timeout_ms) noexcept nogil:
     cdef pollfd watched
     watched.fd, watched.events, watched.revents = s.wake_fd, POLLIN, 0
     atomic_store(&s.asleep, 1)
-    if s.taken != NULL or atomic_load(&s.n_received) or atomic_load(&s.woken):
+    if s.taken != NULL or atomic_load(&s.received.n) or atomic_load(&s.woken):
         timeout_ms = 0
     if poll(&watched, 1, timeout_ms) > 0:
         read(s.wake_fd, &drained, sizeof(drained))

@@ -10,6 +10,7 @@ from bpsx.system.sync cimport (
 )
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport write
+from bpsx.transports.threaded.fifo cimport Fifo, Item, append, take_all
 
 cdef enum:
     # After that many messages, and after that many bytes, the commands that have come meanwhile get
@@ -27,7 +28,7 @@ cdef enum PeerStatus:
     DROPPED = 4                 # for ever, and not to be reported as lost
 
 cdef struct Command:            # send a message, or drop a peer; a copied head follows it in memory
-    Command *next
+    Item item
     bint drops
     uint32_t peer
     void *head
@@ -46,16 +47,14 @@ cdef struct Peer:
     Command *drop               # made when it is connected, so that its end needs no memory
 
 cdef struct Received:
-    Received *next
+    Item item
     Message message
 
 cdef struct Part:
     Endpoint *inner
     EndpointState *whole
-    Monitor monitor             # guards `first` and `last`
-    Command *first
-    Command *last
-    int64_t n_waiting           # commands in the list; read anywhere
+    Monitor monitor             # guards `commands`
+    Fifo commands
     int64_t asleep              # the thread is in the inner endpoint's wait, or about to be
 
 cdef struct EndpointState:
@@ -63,13 +62,11 @@ cdef struct EndpointState:
     uint32_t n_parts
     int64_t spin_ns             # how long an I/O thread without progress yields before it sleeps
     int64_t stopping
-    Monitor monitor             # guards the next five
-    Received *first             # messages that have arrived
-    Received *last
-    int64_t n_received          # ... their number; read anywhere
+    Monitor monitor             # guards the next three
+    Fifo received               # messages that have arrived
     Peer *peers
     uint32_t n_peers
-    Received *taken             # of the driving thread: messages taken from the list above
+    Item *taken                 # of the driving thread: messages taken from `received`
     int wake_fd
     int64_t woken               # wake was called, and no wait has ended since
     int64_t asleep              # the driving thread is in wait, or about to be
@@ -94,7 +91,7 @@ cdef inline Command *new_command(uint32_t peer, size_t copied) noexcept nogil:
     """A command with room for a copied head; NULL: no memory."""
     cdef Command *made = <Command *>malloc(sizeof(Command) + copied)
     if made != NULL:
-        made.next, made.peer, made.drops, made.lands = NULL, peer, False, False
+        made.peer, made.drops, made.lands = peer, False, False
     return made
 
 
@@ -159,12 +156,7 @@ cdef inline bint take_broken(EndpointState *s, uint32_t peer) noexcept nogil:
 cdef inline void give(Part *part, Command *command) noexcept nogil:
     """Queue a command, and wake the I/O thread if it sleeps."""
     lock(&part.monitor)
-    if part.first == NULL:
-        part.first = command
-    else:
-        part.last.next = command
-    part.last = command
-    atomic_store(&part.n_waiting, part.n_waiting + 1)
+    append(&part.commands, &command.item)
     unlock(&part.monitor)
     if atomic_load(&part.asleep):
         part.inner.wake(part.inner.self)
@@ -173,11 +165,10 @@ cdef inline void give(Part *part, Command *command) noexcept nogil:
 cdef inline Command *take_commands(Part *part) noexcept nogil:
     """All commands so far, the oldest first."""
     cdef Command *found
-    if atomic_load(&part.n_waiting) == 0:
+    if atomic_load(&part.commands.n) == 0:
         return NULL
     lock(&part.monitor)
-    found, part.first = part.first, NULL
-    atomic_store(&part.n_waiting, 0)
+    found = <Command *>take_all(&part.commands)
     unlock(&part.monitor)
     return found
 
@@ -206,7 +197,7 @@ cdef inline int carry_out_all(Part *part) noexcept nogil:
     cdef Command *following
     cdef int n = 0
     while c != NULL:
-        following = c.next
+        following = <Command *>c.item.next
         carry_out(part, c)
         free(c)
         c = following
@@ -219,7 +210,7 @@ cdef inline void forget_commands(Part *part) noexcept nogil:
     cdef Command *c = take_commands(part)
     cdef Command *following
     while c != NULL:
-        following = c.next
+        following = <Command *>c.item.next
         if not c.drops:
             end_command(c)
         free(c)
@@ -230,14 +221,8 @@ cdef inline void forget_commands(Part *part) noexcept nogil:
 
 cdef inline void hand_over(EndpointState *s, Received *r) noexcept nogil:
     """Queue a message for the driving thread, and wake this thread if it sleeps."""
-    r.next = NULL
     lock(&s.monitor)
-    if s.first == NULL:
-        s.first = r
-    else:
-        s.last.next = r
-    s.last = r
-    atomic_store(&s.n_received, s.n_received + 1)
+    append(&s.received, &r.item)
     unlock(&s.monitor)
     if atomic_load(&s.asleep):
         ring(s.wake_fd)
@@ -280,7 +265,7 @@ cdef inline void run_part(Part *part) noexcept nogil:
             yield_cpu()
             continue
         atomic_store(&part.asleep, 1)
-        if atomic_load(&part.n_waiting) == 0 and not atomic_load(&s.stopping):
+        if atomic_load(&part.commands.n) == 0 and not atomic_load(&s.stopping):
             part.inner.wait(part.inner.self, SLEEP_MS)
         atomic_store(&part.asleep, 0)
         idle_since = 0
