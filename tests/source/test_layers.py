@@ -165,3 +165,70 @@ def test_the_tree_in_the_architecture_page_is_there():
             and path.name != "__pycache__"
         ):
             assert path.name in text, f"ARCHITECTURE.md does not mention {path.name}"
+
+
+#: The parts that transports have in common. Each is in the file of its name, in every transport.
+PARTS = {"endpoint", "connection", "send", "receive", "allocator", "handshake"}
+#: Folder of transports/ -> its other files, and why it needs them.
+TRANSPORTS = {
+    "zeromq": {
+        "auth": "libzmq asks a thread of ours (ZAP) which connections to accept",
+        "libzmq": "libzmq's functions, which are looked up in the library that pyzmq has loaded",
+    },
+    "tcp": {},
+    "shm": {},
+    "rdma": {
+        "adapter": "Python objects that own an adapter's resources",
+        "ended": "memory of an ended connection, which the adapter may still use",
+        "gid": "the choice of adapter, port and address",
+        "memory_region": "memory registered with the adapter",
+        "progress": "kernel events and waiting messages, which concern sending and receiving alike",
+        "verbs": "libibverbs' functions",
+    },
+    "threaded": {
+        "part": "an I/O thread with its commands: the connections are the inner endpoints'",
+        "fifo": "the queue of commands and of messages",
+    },
+    # One file on purpose: it is there to be copied.
+    "loopback": {},
+    "sockets": {
+        "buffers": "the size of a socket's buffers",
+        "congestion": "the choice of congestion control",
+        "epoll": "epoll's functions",
+        "listener": "accepts connections, and dials",
+        "peers": "peers by number, and losses",
+    },
+}
+#: Those that have connections of their own.
+CONNECTED = ("zeromq", "tcp", "shm", "rdma")
+
+
+def parts_in(folder):
+    """Return the names of the files of a transport, without endings."""
+    suffixes = (".py", ".pyi", ".pyx", ".pxd")
+    return {p.stem for p in folder.iterdir() if p.suffix in suffixes} - {"__init__"}
+
+
+def check_parts(transport, parts):
+    """Fail unless the files of a transport have the names that they should have."""
+    own = set(TRANSPORTS[transport])
+    assert parts <= PARTS | own, f"{transport}: {parts - PARTS - own} has no name of PARTS"
+    assert own <= parts, f"{transport}: {own - parts} is gone"
+    missing = {"endpoint", "connection", "send", "receive"} - parts
+    assert transport not in CONNECTED or not missing, f"{transport}: {missing} is missing"
+
+
+def test_every_transport_is_listed():
+    folders = {p.parent.name for p in (ROOT / "src/bpsx/transports").glob("*/__init__.py")}
+    assert folders == set(TRANSPORTS)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_transports_name_the_same_parts_alike(transport):
+    check_parts(transport, parts_in(ROOT / "src/bpsx/transports" / transport))
+
+
+@pytest.mark.parametrize("transport", CONNECTED)
+def test_the_data_plane_is_not_in_the_endpoint(transport):
+    text = (ROOT / "src/bpsx/transports" / transport / "endpoint.pyx").read_text()
+    assert "noexcept nogil:" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from source.test_layers import check_parts
 from source.test_rules import functions, statements
 from support import places
 from support.places import imports
@@ -92,3 +93,15 @@ def test_functions_are_measured():
 def test_statements_are_counted():
     text = "def a():\n    if x:\n        y()\n    def b():\n        return 1\n"
     assert list(statements(text)) == [("a", 4), ("b", 1)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"endpoint", "connection", "send", "receive", "queue_pair"},
+        {"endpoint", "connection", "send"},
+    ],
+)
+def test_a_part_with_another_name_is_found(parts):
+    with pytest.raises(AssertionError, match="tcp: "):
+        check_parts("tcp", parts)
