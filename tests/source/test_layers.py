@@ -209,7 +209,7 @@ def parts_in(folder):
     return {p.stem for p in folder.iterdir() if p.suffix in suffixes} - {"__init__"}
 
 
-def check_parts(transport, parts):
+def assert_parts_fit(transport, parts):
     """Fail unless the files of a transport have the names that they should have."""
     own = set(TRANSPORTS[transport])
     assert parts <= PARTS | own, f"{transport}: {parts - PARTS - own} has no name of PARTS"
@@ -225,7 +225,7 @@ def test_every_transport_is_listed():
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_transports_name_the_same_parts_alike(transport):
-    check_parts(transport, parts_in(ROOT / "src/bpsx/transports" / transport))
+    assert_parts_fit(transport, parts_in(ROOT / "src/bpsx/transports" / transport))
 
 
 @pytest.mark.parametrize("transport", CONNECTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from source.test_layers import check_parts
+from source.test_layers import assert_parts_fit
 from source.test_rules import functions, statements
 from support import places
 from support.places import imports
@@ -104,4 +104,4 @@ def test_statements_are_counted():
 )
 def test_a_part_with_another_name_is_found(parts):
     with pytest.raises(AssertionError, match="tcp: "):
-        check_parts("tcp", parts)
+        assert_parts_fit("tcp", parts)
