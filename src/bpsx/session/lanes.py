@@ -36,8 +36,8 @@ class Lanes:
         self._endpoint, self._servers, self._addresses = endpoint, servers, addresses
         #: Readable when :meth:`take_broken` has something to take; negative: there are no lanes.
         self.descriptor = -1
-        #: Ends of lanes' connections; -1: of a lane that has not replied yet. Until the verdict, the
-        #: session is in doubt.
+        #: Ends of lanes' connections; -1: of a lane that has not replied yet. Until the verdict,
+        #: the session is in doubt.
         self.broken = Unexplained(patience)
         # The scheduler's text about each lane without which the job goes on.
         self._lost: dict[int, str] = {}
