@@ -24,9 +24,8 @@ from bpsx.launch.job_view import Observer
 #: Matrices of float32 that are under way together.
 _SHAPE, _COUNT = (2048, 1024), 4
 _BYTES = _COUNT * 4 * _SHAPE[0] * _SHAPE[1]
-#: Batches of measured rounds, and seconds and rounds of a batch. A slow method has one round in
-#: each: with all methods, the measurement takes some seconds on two cores, too.
-_BATCHES, _SECONDS, _FEWEST, _MOST = 3, 0.1, 1, 20
+#: Rounds before the measured ones, batches of these, and seconds and rounds of a batch.
+_WARM, _BATCHES, _SECONDS, _FEWEST, _MOST = 2, 3, 0.1, 2, 20
 #: Seconds of the push_pulls that measure a link, and bytes of the first and the largest.
 _LINK_SECONDS, _FIRST, _LARGEST = 2.0, 1 << 20, 256 << 20
 
@@ -71,7 +70,8 @@ def _costs(servers: Sequence[int], on_gpu: bool) -> dict[str, Any]:
             for handle in handles:
                 bpsx.synchronize(handle)
 
-        once()  # makes memory, and loads kernels
+        for _ in range(_WARM):
+            once()
         begin = time.perf_counter()
         once()
         seconds = _mean(time.perf_counter() - begin, "advise.seconds")
