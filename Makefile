@@ -55,8 +55,8 @@ demo: build  ## train on digits: two workers, a server and a scheduler on this m
 quick: ready  ## run the tests that need no job: tests/unit and tests/source
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/source
 
-test: ready  ## run all tests: half an hour on two cores
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+test: ready  ## run all tests: about 40 minutes on two cores
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 fuzz: ready  ## send ten million mutated messages to a live server
 	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 10000000 -s
