@@ -14,7 +14,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
 from posix.unistd cimport close as close_descriptor
 
@@ -25,7 +25,7 @@ from bpsx.core.loop cimport (
     background, codec_thread, end_all, pause, return_coded, kick, submit, tell_news, wait_for,
 )
 from bpsx.core.partition cimport (
-    ENDED, RELEASED, EndCallback, Lane, Partition, Server, Task, Term,
+    ENDED, RELEASED, EndCallback, Partition, Task, Term,
 )
 from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.late cimport allocate_lanes, count_living
@@ -490,7 +490,7 @@ cdef class Core:
         return self.c.moving.told
 
     def begin_term(
-        self, uint32_t term, list moves not None, bint missed=False, list yields not None=[],
+        self, uint32_t term, list moves not None, bint missed=False, yields=(),
         uint32_t living=0, bint enters=False
     ) -> None:
         """Hand the loss of lanes or workers, or slots that lanes yield, to the driver; any thread.

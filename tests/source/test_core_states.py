@@ -29,10 +29,10 @@ def on_page(machine: str) -> Transitions:
     found: Transitions = set()
     for row in rows.splitlines()[2:]:
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-        befores, afters = (set(re.findall(r"`(\w+)`", cell)) for cell in (cells[0], cells[-1]))
+        sources, targets = (set(re.findall(r"`(\w+)`", cell)) for cell in (cells[0], cells[-1]))
         if cells[0].startswith("all but "):
-            befores = set(states(machine).values()) - befores
-        found |= {(before, after) for before in befores for after in afters}
+            sources = set(states(machine).values()) - sources
+        found |= {(before, after) for before in sources for after in targets}
     return found
 
 

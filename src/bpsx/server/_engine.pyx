@@ -25,7 +25,7 @@ from bpsx.server.terms cimport note_given, note_have, take_news
 from bpsx.server.yields cimport free_yields, take_yield
 from bpsx.server.trace cimport note_message
 from bpsx.server.priority cimport keep_pending
-from bpsx.server.store cimport KeyState, entry_free
+from bpsx.server.store cimport entry_free
 from bpsx.transports.abi cimport Endpoint, Message
 
 from bpsx.kernels import load as load_kernels

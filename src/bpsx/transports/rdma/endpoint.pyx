@@ -383,9 +383,9 @@ cdef class RdmaEndpoint(ListeningEndpoint):
 
 def _hear(made, double seconds) -> bytes:
     """Receive the other end's offer. Raises OSError, also if it is late."""
-    offer, end = b"", time.monotonic() + seconds
+    offer, until = b"", time.monotonic() + seconds
     while len(offer) < _OFFER.size + PAIR.size:
-        made.settimeout(max(0.001, end - time.monotonic()))
+        made.settimeout(max(0.001, until - time.monotonic()))
         got = made.recv(_OFFER.size + PAIR.size - len(offer))
         if not got:
             raise ConnectionError("the peer closed the connection: its own log says why")

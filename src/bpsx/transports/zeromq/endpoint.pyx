@@ -25,11 +25,12 @@ from posix.unistd cimport close as close_descriptor
 
 from bpsx.system.arrays cimport make_room
 from bpsx.system.sync cimport atomic_load, atomic_store
-from bpsx.transports.abi cimport Endpoint, done_fn
+# cython-lint does not see types in casts.
+from bpsx.transports.abi cimport Endpoint, done_fn  # no-cython-lint
 from bpsx.transports.zeromq.connection cimport (
     ID_BYTES, Connection, EndpointState, Visitor, is_dropped, put_id,
 )
-from bpsx.transports.zeromq.libzmq cimport LibZmq, zmq_msg_t, zmq_pollitem_t
+from bpsx.transports.zeromq.libzmq cimport LibZmq, zmq_msg_t, zmq_pollitem_t  # no-cython-lint
 from bpsx.transports.zeromq.receive cimport zmq_drop, zmq_receive, zmq_release, zmq_wait, zmq_wake
 from bpsx.transports.zeromq.send cimport zmq_send
 
