@@ -490,8 +490,8 @@ cdef class Core:
         return self.c.moving.told
 
     def begin_term(
-        self, uint32_t term, list moves not None, bint missed=False, yields=(),
-        uint32_t living=0, bint enters=False
+        self, uint32_t term, list moves not None, bint missed=False,
+        list yields not None=[], uint32_t living=0, bint enters=False  # no-cython-lint
     ) -> None:
         """Hand the loss of lanes or workers, or slots that lanes yield, to the driver; any thread.
 

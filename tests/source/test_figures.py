@@ -89,6 +89,7 @@ def test_the_readme_and_the_page_have_the_same_figures() -> None:
     assert len(list(rows(figures))) >= 5
     for said, ours, peer, ratio, _ in rows(figures):
         found = numbers([ours, peer, ratio])
+        assert found <= OF_PAGE, f"{said}: {sorted(found - OF_PAGE)}"
         assert any(found <= one for one in sections), f"{said}: {sorted(found)}"
         first = {_NUMBER.findall(ours)[0], _NUMBER.findall(ratio)[0]}
         assert any(first <= one for one in in_rows), f"{said}: {sorted(first)} in one row"

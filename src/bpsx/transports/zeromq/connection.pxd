@@ -72,7 +72,7 @@ cdef inline bint is_retired(EndpointState *s, uint32_t number) noexcept nogil:
 cdef inline bint admit(
     EndpointState *s, uint32_t number, zmq_msg_t *head, uint32_t *rank
 ) noexcept nogil:
-    """Note who has sent a message to a lane; *rank: its rank. False: somebody has replaced it."""
+    """Record the sender of a lane's message; *rank: its rank. False: a newer worker holds it."""
     cdef Visitor *v
     rank[0] = number & RANK_MASK
     v = &s.visitors[rank[0]]
