@@ -19,7 +19,7 @@ from support.torchrun_job import Torchrun
 ELASTIC = {"BPSX_ELASTIC": "replace", "BPSX_ELASTIC_WAIT": "120"}
 OPTIONS = ("--max-restarts", "2", "--local-addr", "127.0.0.1")
 TRAINING = """
-    import json, os, time, zlib
+    import json, os, signal, zlib
     import torch
     import bpsx.torch as bps
 
@@ -28,6 +28,7 @@ TRAINING = """
 
     torch.set_num_threads(1)
     bps.init()
+    first = bps.rank()
     model = torch.nn.Linear(8, 4)
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
@@ -45,7 +46,8 @@ TRAINING = """
             state.step += 1
             if state.step == 10:
                 report("ten", bps.rank(), os.getpid())
-                time.sleep(0.1)
+                if first == int(os.environ["VICTIM"]):
+                    signal.pause()
             state.commit()
 
     state = bps.elastic.TorchState(model, optimizer, step=0)
@@ -58,7 +60,8 @@ TRAINING = """
 def train(job: Torchrun, strike: Callable[[int], None], victim: int) -> list[list[Any]]:
     """Train to a successful end; ``strike(pid)`` when worker ``victim`` has made ten steps.
 
-    Returns what workers have reported. All of them have made all steps, and have equal weights.
+    It makes no other one. The job's environment has ``victim`` as VICTIM. Returns what workers have
+    reported. All of them have made all steps, and have equal weights.
     """
     reports = []
     for line in job.output:
@@ -75,7 +78,10 @@ def train(job: Torchrun, strike: Callable[[int], None], victim: int) -> list[lis
 
 
 def begun(reports: list[list[Any]]) -> set[int]:
-    """Return the process ids of workers that have trained, all from step 0 or where others were."""
+    """Return the process ids of workers that have trained, all from step 0 or where others were.
+
+    Those wait from their next step on, or soon after, as steps are short.
+    """
     begins = [r for r in reports if r[0] == "train"]
     assert {r[3] for r in begins} - {0} <= {10, 11, 12, 13}
     return {r[4] for r in begins}
@@ -84,7 +90,8 @@ def begun(reports: list[list[Any]]) -> set[int]:
 @pytest.mark.parametrize(("each", "victim"), [((1, 1), 1), ((1, 1), 0), ((2, 2), 3)])
 def test_a_worker_that_its_agent_starts_again_joins(tmp_path: Path, each, victim) -> None:
     """Only its machine's workers begin again; worker 0's scheduler and server outlive it."""
-    with Torchrun(tmp_path, TRAINING, each=each, options=OPTIONS, **ELASTIC) as job:
+    env = {**ELASTIC, "VICTIM": str(victim)}
+    with Torchrun(tmp_path, TRAINING, each=each, options=OPTIONS, **env) as job:
         reports = train(job, lambda pid: os.kill(pid, signal.SIGKILL), victim)
     assert len(begun(reports)) == sum(each) + each[0]
 
@@ -96,7 +103,8 @@ def test_a_machine_that_comes_back_joins(tmp_path: Path) -> None:
         job.lose(1)
         job.start_again(1)
 
-    with Torchrun(tmp_path, TRAINING, each=(1, 1), options=OPTIONS, **ELASTIC) as job:
+    env = {**ELASTIC, "VICTIM": "1"}
+    with Torchrun(tmp_path, TRAINING, each=(1, 1), options=OPTIONS, **env) as job:
         reports = train(job, strike, 1)
     assert len(begun(reports)) == 3
 

@@ -117,6 +117,35 @@ def test_with_replace_workers_wait_where_they_have_stopped():
     assert "killed; the job cannot go on without it: no other worker has joined" in m.failure
 
 
+@pytest.mark.parametrize("elastic", ["shrink", "replace"])
+def test_workers_are_asked_to_meet_as_soon_as_one_is_lost(elastic):
+    """Each further step is one with fewer gradients. They part when all keys have moved."""
+    m = shrinking(3, 1, BPSX_ELASTIC=elastic)
+    m.elastic_wait = 30.0
+    m.gone(b"w1", "cut", 0.5)
+    assert m.terms.state is Handover.MOVING
+    assert kinds(m.tend(0.5)) == {b"w0": "SOON", b"w2": "SOON"}
+    for ident in (b"w0", b"w2"):
+        m.said_at(ident, {"meeting": 1, "boundary": 5})
+    assert kinds(m.tend(0.5)) == {b"w0": "MEET", b"w2": "MEET"}
+    moved(m, b"w0", 1)
+    for ident in (b"w0", b"w2"):
+        m.here(ident, {"meeting": 1, "names": "x"})
+    assert not m.tend(0.5) and not m.notes
+    moved(m, b"w2", 1)
+    out, waits = m.tend(0.5), elastic == "replace"
+    assert set(kinds(out).values()) == (set() if waits else {"TERM"})
+    assert any("all workers have stopped" in note for note in m.notes) == waits
+
+
+def test_workers_do_not_meet_while_no_server_is_left():
+    """They cannot finish their steps, and would be said to call commit() unequally often."""
+    m = shrinking(3, 1)
+    m.elastic_wait = 30.0
+    m.gone(b"s0", "cut", 0.5), m.gone(b"w1", "cut", 0.5)
+    assert m.starvation is not None and m.tend(0.5) == []
+
+
 def test_a_newcomer_that_cannot_connect_is_refused():
     m, given = lost_one()
     gathered(m, given, b"w0", b"w2")

@@ -242,13 +242,20 @@ class Growing(Leaving):
             self._unsaid = False
             return self._refuse_newcomers(why)
         out = self._refuse_unfit(now)
-        if self._disturbed() or self._keys_move() or self._arrivals:
+        if self._disturbed() or self._arrivals or self._must_settle():
             return out
         if not (self._guests() or self._unsaid or self._may_leave()):
             return out
         self._stopped = None
         self._meeting.move(MeetingEvent.CALLED, self._live_idents(), now)
         return out + self._to_all({"type": "SOON", "meeting": self._meeting.number})
+
+    def _must_settle(self) -> bool:
+        """Whether keys move, and the workers shall not meet before.
+
+        After a loss they meet at once: each step until then is made with fewer gradients.
+        """
+        return self._keys_move() and (not self._unsaid or self.starvation is not None)
 
     def _guests(self) -> dict[bytes, Newcomer]:
         """Return the newcomers whose places are vacant. One that accepts any place gets one."""
