@@ -57,7 +57,7 @@ def test_a_lane_reports_a_lost_worker_that_the_scheduler_does_not_report(transpo
         bpsx.init()
         bpsx.push_pull(np.ones(4, np.float32), name="x")
         if bpsx.rank() == 1:
-            session()._lanes._patience = 1e9  # as if this worker did not notice it
+            session()._lanes.broken._patience = 1e9  # as if this worker did not notice it
             lane = int(session()._lanes.addresses[0].rpartition(":")[2])
             for fd in map(int, os.listdir("/proc/self/fd")):
                 try:

@@ -71,8 +71,7 @@ class Departing(Job):
         try:
             self.workers[newcomer].wait_for_line('["step"')
         except AssertionError:
-            if self.workers[newcomer].popen.poll() is None:
-                raise
+            self.workers[newcomer].wait()  # it must end, but need not have: its output ends first
             return False
         return True
 
