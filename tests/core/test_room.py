@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from core.cores import BIG, LONG, Rig, array, push_pull  # noqa: F401  (Rig is what the fixture makes)
@@ -105,6 +107,45 @@ def test_all_servers_have_the_limit_of_the_slowest(rig):
     pushed(1)
     for lane, push in pushes:
         r.answer(push, bytes(LONG), lane)
+    for h in handles:
+        h.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("others", "beside", "room"), [(0, (), 2), (1, {1}, 2), (1, (), 1)], ids=str
+)
+def test_the_only_server_on_another_machine_has_twice_the_room(rig, others, beside, room):
+    """Its answers leave by the link of this worker's pushes, and must not crowd them out."""
+    size, seconds = 1_000_000, 0.9
+    while True:  # until the core measures a pace at which this time has room for one, not for two
+        r = rig(
+            lanes=1 + others,
+            servers=1 + others,
+            beside=beside,
+            credit=100 * size,
+            hold_done=True,
+            ahead_ms=1e3 * seconds,
+        )
+        began = time.monotonic()
+        handles = [push_pull(r.core, r.tensor("learn", size), array(size), array(size))]
+        pushes = r.pushes(1)
+        time.sleep(2 / 3 * seconds)
+        r.endpoint.complete()
+        if time.monotonic() - began < 0.95 * seconds:
+            break
+        r.answer(pushes[0], bytes(size))
+        handles[0].wait(60)
+    handles += [
+        push_pull(r.core, r.tensor(f"{i}", size), array(size), array(size)) for i in range(4)
+    ]
+    pushes += r.pushes(room)
+    if room == 1:
+        assert r.lanes[0].sent(0.05) is None
+    while len(pushes) < len(handles):
+        r.endpoint.complete()
+        pushes += r.pushes(1)
+    for push in pushes:
+        r.answer(push, bytes(size))
     for h in handles:
         h.wait(60)
 

@@ -8,7 +8,10 @@
 #   would share the link, and all would be complete at once, and late. This bound is the same for
 #   all servers, by the slowest. With a bound per server, a worker with more of a link could fill
 #   more connections there and would get still more of it. In the end each worker would be far ahead
-#   at another server, and every sum would wait for its last worker.
+#   at another server, and every sum would wait for its last worker. Where there is only one server
+#   on other machines, this cannot happen, and the bound is twice as large: the server's answers to
+#   others leave by the same link as this worker's pushes, on all lanes at once, and pushes on too
+#   few lanes would get too small a share of it.
 #
 # A server on this machine would always have room, but its partitions wait for their turn. A
 # server that gets its own machine's pushes early has sums to send while its machine still has to
@@ -158,15 +161,33 @@ cdef inline int64_t slowest(Core *c) noexcept nogil:
     return found
 
 
+cdef inline bint one_is_away(const Core *c) noexcept nogil:
+    """Whether there is one living server on other machines, no more."""
+    cdef const Server *found = NULL
+    cdef const Server *server
+    cdef uint32_t i
+    for i in range(c.lanes.n_living):
+        server = c.lanes.at[c.lanes.living[i]].server
+        if server.beside or server == found:
+            continue
+        if found != NULL:
+            return False
+        found = server
+    return found != NULL
+
+
 cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t bytes) noexcept nogil:
-    """Whether the server has room within what a link of that pace takes in `ahead_ns`.
+    """Whether the server has room within what a link of that pace takes in the time of the bound.
 
     The bound is at least twice MEASURABLE, so that the pace can be measured.
     """
     cdef double bound
-    if c.settings.credit == 0 or c.settings.ahead_ns == 0 or pace == 0:
+    cdef int64_t ahead = c.settings.ahead_ns
+    if c.settings.credit == 0 or ahead == 0 or pace == 0:
         return True
-    bound = max(<double>c.settings.ahead_ns / pace * MIB, 2.0 * MEASURABLE)
+    if one_is_away(c):
+        ahead *= 2
+    bound = max(<double>ahead / pace * MIB, 2.0 * MEASURABLE)
     return has_room(&server.in_flight, <int64_t>min(bound, 1e18), bytes, &server.starved)
 
 
