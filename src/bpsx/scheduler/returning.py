@@ -146,15 +146,10 @@ class Returning:
 
         Without those that have failed.
         """
-        back, away = self._whole("server"), self._sent_away()
+        back, away, known = self._whole("server"), self._sent_away(), self.known_servers
         if self.longest is None:
             return back
-        return {rank: r for rank, r in back.items() if self._is_known(r) and rank not in away}
-
-    def _is_known(self, server: Report) -> bool:
-        """Whether some worker has heard of a server."""
-        known, rank = self.known_servers, server.rank
-        return rank < len(known) and (server.host, server.pid, server.lanes) == known[rank]
+        return {rank: r for rank, r in back.items() if _is_known(r, known) and rank not in away}
 
     def _sent_away(self) -> set[int]:
         """Servers that have failed: that was their end, not that of the job.
@@ -167,14 +162,15 @@ class Returning:
         """Servers of which no worker has heard: they had not joined when the scheduler died."""
         if self.longest is None:
             return []
-        return [r for r in self._whole("server").values() if not self._is_known(r)]
+        known = self.known_servers
+        return [r for r in self._whole("server").values() if not _is_known(r, known)]
 
     def failed_servers(self) -> list[Report]:
         """Servers of the job that have failed: it goes on without them."""
         if self.longest is None:
             return []
-        back, away = self._whole("server"), self._sent_away()
-        return [r for rank, r in back.items() if self._is_known(r) and rank in away]
+        back, away, known = self._whole("server"), self._sent_away(), self.known_servers
+        return [r for rank, r in back.items() if _is_known(r, known) and rank in away]
 
     @property
     def known_servers(self) -> list[tuple[str, int, list[str]]]:
@@ -287,6 +283,12 @@ class Returning:
             [f"worker {rank}" for rank in self.absent_workers()]
             + [f"server {rank}" for rank in self.absent_servers()]
         )
+
+
+def _is_known(server: Report, known: Sequence[tuple[str, int, list[str]]]) -> bool:
+    """Whether some worker has heard of a server. ``known``: those of which one has, by rank."""
+    rank = server.rank
+    return rank < len(known) and (server.host, server.pid, server.lanes) == known[rank]
 
 
 def _note_latest(terms: dict[int, int], told: Iterable[tuple[int, int]]) -> None:
