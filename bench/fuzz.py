@@ -21,7 +21,7 @@ from bench.child import serve
 from bench.jobs import Job, progress
 from bench.report import BenchError, Case
 from bpsx.config import Config
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import SchedulerLink
 from bpsx.transports.zeromq.auth import token
 
 NAME, ELEMENTS = "fuzzed", 16
@@ -204,7 +204,7 @@ class Peer:
         self.rng = np.random.default_rng(seed)
         self.sent = self.uncounted = 0
         self._config = config
-        self._link = Link(config)
+        self._link = SchedulerLink(config)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._places: list[Any] = []

@@ -175,10 +175,10 @@ def test_a_worker_whose_session_cannot_begin_is_reported() -> None:
         """
         import os, bpsx
         if os.environ["DMLC_WORKER_ID"] == "1":
-            from bpsx.scheduler.client import Link
+            from bpsx.scheduler.client import SchedulerLink
             def start(*args, **more):
                 raise RuntimeError("can't start new thread")
-            Link.start = start
+            SchedulerLink.start = start
         try:
             bpsx.init()
             bpsx.push_pull(__import__("numpy").ones(3), "x")

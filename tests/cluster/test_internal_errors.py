@@ -50,8 +50,8 @@ def test_a_defect_on_the_control_thread_ends_the_job_and_names_it(when: str) -> 
         """
         import bpsx, numpy as np
         from bpsx.api.verbs import session
-        from bpsx.scheduler.client import Link
-        start, first = Link.start, os.environ["DMLC_WORKER_ID"] == "0"
+        from bpsx.scheduler.client import SchedulerLink
+        start, first = SchedulerLink.start, os.environ["DMLC_WORKER_ID"] == "0"
         def with_a_message(link, handle, **more):
             if first and os.environ["WHEN"] == "later":
                 ticks = iter([{"type": "ALL_JOINED", "last": 0}])
@@ -60,7 +60,7 @@ def test_a_defect_on_the_control_thread_ends_the_job_and_names_it(when: str) -> 
             elif first:
                 link.early.append({"type": "ALL_JOINED", "last": 0})
             start(link, handle, **more)
-        Link.start = with_a_message
+        SchedulerLink.start = with_a_message
         bpsx.init()
         try:
             while True:

@@ -155,7 +155,7 @@ def test_doctor_names_lanes_that_cannot_be_reached():
     with socket.create_server(("127.0.0.1", 0)) as open_, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         good, bad = (f"127.0.0.1:{s.getsockname()[1]}" for s in (open_, closed))
-        report = checks.Report()
+        report = checks.CheckReport()
         checks.lanes(
             report,
             [

@@ -9,7 +9,7 @@ import pytest
 
 from bpsx.config import OPTIONS, Config
 from bpsx.launch import checks, doctor, trial
-from bpsx.launch.checks import Report
+from bpsx.launch.checks import CheckReport
 from bpsx.scheduler.hub import Hub
 
 
@@ -19,10 +19,10 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(option.env, raising=False)
 
 
-def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Report:
+def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> CheckReport:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    report = Report()
+    report = CheckReport()
     checks.network(report, checks.options(report))
     checks.folders(report)
     return report
@@ -127,7 +127,7 @@ def test_numbers_and_booleans_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
         "BYTEPS_PARTITION_BYTES": 8192,
         "BPSX_SPIN_US": 1.5,
     }
-    report = Report()
+    report = CheckReport()
     checks.limits(report)
     assert all(
         isinstance(value, int) or value == "unlimited" for value in report.found["limits"].values()
@@ -187,7 +187,7 @@ def test_all_bad_variables_are_named(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    report = Report()
+    report = CheckReport()
     checks.options(report)
     assert len(report.problems) == len(said) and all(
         p.startswith(s) for p, s in zip(report.problems, said)
@@ -215,15 +215,15 @@ def test_a_package_that_is_not_there_and_one_without_version() -> None:
     ],
 )
 def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None:
-    report = Report()
-    doctor._judge(report, trial.Ended(status, out, err))
+    report = CheckReport()
+    doctor._judge(report, trial.TrialResult(status, out, err))
     assert said in " ".join(report.problems)
     assert bool(report.problems) == bool(said)
     assert ("no problems" in doctor.text(report)) == (not said)
 
 
 def test_the_verdict_counts_hints() -> None:
-    report = Report(hints=["one"])
+    report = CheckReport(hints=["one"])
     assert doctor.text(report).splitlines()[-1] == "no problems; 1 hint (above)"
     report.hints.append("two")
     assert doctor.text(report).splitlines()[-1] == "no problems; 2 hints (above)"
@@ -235,13 +235,13 @@ def test_shared_memory_that_nothing_needs_is_no_hint(monkeypatch: pytest.MonkeyP
     """Processes of one machine share memory without a name, which takes no space in /dev/shm."""
     full = os.statvfs_result((4096, 4096, 16, 0, 0, 1, 1, 1, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    report = Report()
+    report = CheckReport()
     checks.limits(report)
     assert report.found["limits"]["/dev/shm, MiB free"] == 0
     assert not any("shm" in hint for hint in report.hints)
 
 
 def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Report()
+    report = CheckReport()
     doctor.try_push_pull(report, seconds=0.01)
     assert "did not end within 0.01 s" in report.problems[0]

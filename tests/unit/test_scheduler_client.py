@@ -12,7 +12,7 @@ import zmq
 from bpsx.config import Config
 from bpsx.errors import RendezvousError
 from bpsx.scheduler import messages
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import SchedulerLink
 from bpsx.scheduler.sockets import open_socket
 
 
@@ -47,7 +47,7 @@ def test_a_link_that_breaks_right_after_the_welcome_is_an_error_at_once():
 
     hub_thread = threading.Thread(target=welcome_and_die)
     hub_thread.start()
-    link = Link(
+    link = SchedulerLink(
         Config(
             {
                 "DMLC_ROLE": "worker",
@@ -90,7 +90,7 @@ def test_a_term_before_the_start_is_kept_and_each_descriptor_is_watched(rung: in
     hub_thread = threading.Thread(target=welcome_and_lose)
     hub_thread.start()
     given = {"root_uri": "127.0.0.1", "root_port": port, "num_server": 2}
-    link = Link(Config({}, role="worker", rendezvous_timeout=60.0, **given))
+    link = SchedulerLink(Config({}, role="worker", rendezvous_timeout=60.0, **given))
     bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
     looked = [threading.Event() for _ in bells]
     handled: list[dict[str, object]] = []

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.planning.step_model import Cluster, Costs, Exchange, Gradient, fitted_link, step_seconds
+from bpsx.planning.step_model import (
+    Cluster,
+    Costs,
+    Gradient,
+    GradientTraffic,
+    fitted_link,
+    step_seconds,
+)
 
 FREE = Costs(0.0, 0.0, 0.0)
 MIB = 1 << 20
@@ -16,8 +23,8 @@ def cluster(workers: int = 4, spare: int = 0, **more: object) -> Cluster:
     return Cluster(workers, spare, 100e6, 0.0, 8.0)._replace(**more)
 
 
-def plain(gradient: Gradient) -> Exchange:
-    return Exchange((float(gradient.nbytes),), FREE)
+def plain(gradient: Gradient) -> GradientTraffic:
+    return GradientTraffic((float(gradient.nbytes),), FREE)
 
 
 def equal(count: int, nbytes: int, ready: float = 0.0) -> list[Gradient]:
@@ -61,8 +68,8 @@ def test_what_is_ready_early_is_sent_meanwhile():
 
 
 def test_processors_count_by_their_number_and_a_single_thread_does_not():
-    def slow(gradient: Gradient) -> Exchange:
-        return Exchange((1.0,), Costs(1e-6, 0.0, 0.0))
+    def slow(gradient: Gradient) -> GradientTraffic:
+        return GradientTraffic((1.0,), Costs(1e-6, 0.0, 0.0))
 
     gradients = equal(16, MIB)
     few, many = (step_seconds(gradients, slow, cluster(cores=cores), MIB) for cores in (1.0, 4.0))
@@ -71,7 +78,7 @@ def test_processors_count_by_their_number_and_a_single_thread_does_not():
     assert half == pytest.approx(2 * few, rel=0.01)
     alone = step_seconds(
         gradients,
-        lambda _: Exchange((1.0,), Costs(1e-6, 0.0, 0.0, alone=1e-6)),
+        lambda _: GradientTraffic((1.0,), Costs(1e-6, 0.0, 0.0, alone=1e-6)),
         cluster(cores=64.0),
         MIB,
     )
@@ -79,8 +86,8 @@ def test_processors_count_by_their_number_and_a_single_thread_does_not():
 
 
 def test_servers_of_their_own_take_work_from_workers():
-    def summed(gradient: Gradient) -> Exchange:
-        return Exchange((1.0,), Costs(0.0, 1e-7, 1e-7))
+    def summed(gradient: Gradient) -> GradientTraffic:
+        return GradientTraffic((1.0,), Costs(0.0, 1e-7, 1e-7))
 
     gradients = equal(64, MIB)
     apart = step_seconds(gradients, summed, cluster(spare=4, cores=1.0), MIB)
@@ -90,8 +97,8 @@ def test_servers_of_their_own_take_work_from_workers():
 
 def test_two_round_trips_are_one_after_the_other():
     where = cluster(round_trip=0.25)
-    once = step_seconds(equal(1, 4), lambda _: Exchange((4.0,), FREE), where, MIB)
-    twice = step_seconds(equal(1, 4), lambda _: Exchange((2.0, 2.0), FREE), where, MIB)
+    once = step_seconds(equal(1, 4), lambda _: GradientTraffic((4.0,), FREE), where, MIB)
+    twice = step_seconds(equal(1, 4), lambda _: GradientTraffic((2.0, 2.0), FREE), where, MIB)
     assert once == pytest.approx(0.25, rel=0.01) and twice == pytest.approx(0.5, rel=0.01)
 
 

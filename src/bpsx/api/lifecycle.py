@@ -38,7 +38,7 @@ _ASK_AGAIN = 0.2
 _LOOK = 0.2
 
 
-class Kept(NamedTuple):
+class SuspendedSession(NamedTuple):
     """Parts of a session that suspend() keeps for resume().
 
     They are this worker's place on its machine, the order of declared names, and their compression.
@@ -57,7 +57,7 @@ _state_pid = os.getpid()  # process in which _state was set; a forked child inhe
 _leaver = 0  # identifier of the thread that closes the session
 _session: Session | None = None  # set while the state is INSIDE
 _owner_pid = 0
-_kept: Kept | None = None  # set from suspend() until the next job or shutdown()
+_kept: SuspendedSession | None = None  # set from suspend() until the next job or shutdown()
 # Whether begin() was given this process's place in its last job, which the environment lacks.
 _placed = False
 _again = False  # whether this process has been in a job before
@@ -260,7 +260,7 @@ def _leave(event: Event, waited: float, failure: str = "") -> Session | None:
         ours = _session if _state is Process.INSIDE else None
         if ours is not None and event is Event.SUSPEND:
             order, remembered = ours.order, ours.compressing.remembered()
-            _kept = Kept(ours.local_rank, ours.local_size, order, remembered)
+            _kept = SuspendedSession(ours.local_rank, ours.local_size, order, remembered)
         _session, _leaver = None, threading.get_ident() if ours is not None else _leaver
         _move(event)
     if ours is not None:
@@ -377,7 +377,7 @@ def session() -> Session:
 refusals.count_refused = lambda *call: session().count_refused(*call) if initialised() else None
 
 
-def local_place() -> Session | Kept:
+def local_place() -> Session | SuspendedSession:
     """Return this worker's place on its machine.
 
     Between :func:`suspend` and :func:`resume` that is the former place, from which scripts compute

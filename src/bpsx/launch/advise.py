@@ -208,7 +208,7 @@ def measure_costs(on_gpu: bool) -> dict[str, Measured]:
     return measured_costs(found, cores)
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """Bytes and seconds of a push_pull over a job's links, and seconds of a tiny one."""
 
     nbytes: int
@@ -217,7 +217,7 @@ class Link(NamedTuple):
     layout: Layout
 
 
-def measure_link(options: Sequence[str]) -> Link:
+def measure_link(options: Sequence[str]) -> MeasuredLink:
     """Run a job with these options of bpsx-run, and measure its links.
 
     Raises :class:`~bpsx.errors.BpsxError` if it fails, or is on one machine.
@@ -227,7 +227,7 @@ def measure_link(options: Sequence[str]) -> Link:
     where = layout(found["nodes"])
     if where is None:
         raise ConfigError("all hosts of the hostfile are one machine: it has no links to measure")
-    return Link(found["bytes"], found["seconds"], found["trip"], where)
+    return MeasuredLink(found["bytes"], found["seconds"], found["trip"], where)
 
 
 def record(command: Sequence[str], steps: int) -> Profile:
@@ -525,7 +525,7 @@ class _Facts(NamedTuple):
 
     profile: Profile
     layout: Layout
-    link: Link | None
+    link: MeasuredLink | None
     now: str
 
 

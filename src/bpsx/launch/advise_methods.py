@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bpsx.planning.step_model import Costs, Exchange, Gradient
+from bpsx.planning.step_model import Costs, Gradient, GradientTraffic
 
 #: The method that changes no gradient; all others are compared with it.
 PLAIN = "float32"
@@ -40,23 +40,23 @@ def shown(name: str) -> str:
 
 def exchange(
     name: str, gradient: Gradient, measured: Mapping[str, Measured], least: int
-) -> Exchange:
+) -> GradientTraffic:
     """Return how a gradient travels with the method ``name``.
 
     ``least``: smaller gradients are not compressed, in bytes.
     """
-    plain = Exchange((float(gradient.nbytes),), measured[PLAIN].costs)
+    plain = GradientTraffic((float(gradient.nbytes),), measured[PLAIN].costs)
     if name == PLAIN or (gradient.nbytes < least and name != "bfloat16"):
         return plain
     costs, wire = measured[name]
     if name != "powersgd":
-        return Exchange((gradient.nbytes * wire,), costs)
+        return GradientTraffic((gradient.nbytes * wire,), costs)
     if len(gradient.shape) < 2 or not math.prod(gradient.shape):
         return plain
     itemsize = max(4.0, gradient.nbytes / math.prod(gradient.shape))
     sides = gradient.shape[0], math.prod(gradient.shape[1:])
     factors = tuple(float(side * _RANK * itemsize) for side in sides)
-    return Exchange(factors, costs) if sum(factors) < gradient.nbytes else plain
+    return GradientTraffic(factors, costs) if sum(factors) < gradient.nbytes else plain
 
 
 def keeps_cuts(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The checks of ``bpsx-run doctor``: each function adds its findings to a :class:`Report`.
+"""The checks of ``bpsx-run doctor``: each function adds its findings to a :class:`CheckReport`.
 
 Nothing here imports a framework.
 """
@@ -42,7 +42,7 @@ _FEW_FILES = 1024
 
 
 @dataclass
-class Report:
+class CheckReport:
     """Findings by section, problems with their remedies, and hints."""
 
     found: dict[str, dict[str, str | float | bool]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Report:
         )
 
 
-def software(report: Report) -> None:
+def software(report: CheckReport) -> None:
     """Report the versions of bpsx, Python, libraries and frameworks."""
     import zmq
 
@@ -99,7 +99,7 @@ def _version(module: str) -> str:
     return "of unknown version"
 
 
-def devices(report: Report) -> None:
+def devices(report: CheckReport) -> None:
     """Report GPUs and RDMA devices."""
     report.add("devices", "CUDA", _gpus() or "none found (no nvidia-smi, or it shows no GPU)")
     found = []
@@ -139,7 +139,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def network(report: Report, config: Config | None) -> None:
+def network(report: CheckReport, config: Config | None) -> None:
     """Report interfaces, the scheduler, and the address that this machine would use."""
     for name, addresses in _interfaces().items():
         state, speed = (
@@ -189,7 +189,7 @@ def _on(address: str) -> str:
     )
 
 
-def _without_scheduler(report: Report, config: Config) -> None:
+def _without_scheduler(report: CheckReport, config: Config) -> None:
     if config.node_host or config.interface:
         _own(
             report,
@@ -215,7 +215,7 @@ def _without_scheduler(report: Report, config: Config) -> None:
     )
 
 
-def _scheduler(report: Report, config: Config) -> None:
+def _scheduler(report: CheckReport, config: Config) -> None:
     uri, port = config.root_uri, config.root_port
     try:
         address = resolve(uri, port or 0)
@@ -270,7 +270,7 @@ def _scheduler(report: Report, config: Config) -> None:
         )
 
 
-def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
+def lanes(report: CheckReport, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Report which lanes of the servers in ``nodes`` this machine cannot reach.
 
     ``nodes``: as in a scheduler's VIEW.
@@ -294,7 +294,7 @@ def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _own(report: Report, config: Config, why: str) -> None:
+def _own(report: CheckReport, config: Config, why: str) -> None:
     try:
         host = own_host(config)
     except BpsxError as error:
@@ -319,7 +319,7 @@ def _own(report: Report, config: Config, why: str) -> None:
         )
 
 
-def limits(report: Report) -> None:
+def limits(report: CheckReport) -> None:
     """Report the system's limits for a process: open files, memory, cores."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     report.add("limits", "open files", _limit(soft))
@@ -355,7 +355,7 @@ def _cgroup_memory(machine: int) -> int | str:
     return "unlimited"
 
 
-def options(report: Report) -> Config | None:
+def options(report: CheckReport) -> Config | None:
     """Report the variables that are set; returns the configuration, or None if it is invalid."""
     environment = child_environment()
     for option in OPTIONS:
@@ -387,7 +387,7 @@ def _value(option: Option, text: str) -> object:
     return value if isinstance(value, bool | int | float) else text
 
 
-def folders(report: Report) -> None:
+def folders(report: CheckReport) -> None:
     """Report the folders for compiled kernels and sockets."""
     for name, make in (("compiled kernels", cache_dir), ("sockets", runtime_dir)):
         try:

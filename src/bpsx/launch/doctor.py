@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from bpsx.launch import checks, trial
-from bpsx.launch.checks import Report
+from bpsx.launch.checks import CheckReport
 
 _TRY_SECONDS = 120.0
 
 
-def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
+def try_push_pull(report: CheckReport, seconds: float = _TRY_SECONDS) -> None:
     """Run a job of a scheduler, a server and two workers on loopback.
 
     With a single worker, the server would have nothing to sum.
@@ -30,7 +30,7 @@ def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
     _judge(report, ended)
 
 
-def _judge(report: Report, ended: trial.Ended) -> None:
+def _judge(report: CheckReport, ended: trial.TrialResult) -> None:
     result = ended.answer
     for name, value in result.items():
         report.add("push_pull to itself", name.replace("_", " "), value)
@@ -49,9 +49,9 @@ def _judge(report: Report, ended: trial.Ended) -> None:
         report.add("push_pull to itself", "result", "the sums are right")
 
 
-def examine() -> Report:
+def examine() -> CheckReport:
     """Run all checks."""
-    report = Report()
+    report = CheckReport()
     checks.software(report)
     checks.devices(report)
     config = checks.options(report)
@@ -62,7 +62,7 @@ def examine() -> Report:
     return report
 
 
-def text(report: Report) -> str:
+def text(report: CheckReport) -> str:
     """Format the report as text."""
     lines = []
     for section, entries in report.found.items():
@@ -72,7 +72,7 @@ def text(report: Report) -> str:
     return "\n".join([*lines, _verdict(report)])
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: CheckReport) -> str:
     """Return the last line, which must point to any hints above it."""
     if report.problems:
         return _count(report.problems, "problem")

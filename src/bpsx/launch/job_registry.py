@@ -20,7 +20,7 @@ _LINK = f"/memfd:{_NAME} (deleted)"  # the kernel's link for the descriptor of s
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """A running job: the launcher's process, the scheduler's address, the job secret."""
 
     pid: int
@@ -36,7 +36,7 @@ def write(address: str, port: int, secret: str, command: Sequence[str]) -> int:
 
     Raises :class:`OSError`.
     """
-    record = Record(os.getpid(), address, port, secret, list(command), time.time())
+    record = JobRecord(os.getpid(), address, port, secret, list(command), time.time())
     descriptor = os.memfd_create(_NAME)
     os.fchmod(descriptor, 0o600)
     with open(descriptor, "w", closefd=False) as file:
@@ -49,7 +49,7 @@ def remove(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _records(process: Path) -> Iterator[Record]:
+def _records(process: Path) -> Iterator[JobRecord]:
     """The records that a process holds; none if it may not be inspected or has ended meanwhile."""
     with contextlib.suppress(OSError):
         if process.stat().st_uid != os.getuid():
@@ -57,13 +57,13 @@ def _records(process: Path) -> Iterator[Record]:
         for descriptor in (process / "fd").iterdir():
             with contextlib.suppress(OSError, ValueError, TypeError):
                 if os.readlink(descriptor) == _LINK:
-                    record = Record(**json.loads(descriptor.read_text()))
+                    record = JobRecord(**json.loads(descriptor.read_text()))
                     # Skip copies of the descriptor in a child between fork and exec.
                     if record.pid == int(process.name):
                         yield record
 
 
-def running() -> list[Record]:
+def running() -> list[JobRecord]:
     """The jobs of this user's running ``bpsx-run``, oldest first."""
     found = [record for process in Path("/proc").glob("[0-9]*") for record in _records(process)]
     return sorted(found, key=lambda record: record.started)

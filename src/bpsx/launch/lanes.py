@@ -11,7 +11,7 @@ from bpsx.transports.reach import Probe
 _SECONDS = 3.0
 
 
-class Lanes:
+class LaneProbes:
     """Probes each lane once, without blocking. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from bpsx.errors import RendezvousError
 from bpsx.launch.job_view import Observer, add_job_arguments, find
-from bpsx.launch.lanes import Lanes
+from bpsx.launch.lanes import LaneProbes
 
 _HEAD = (
     "role",
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[str]]:
     """Refresh until q is pressed or the job ends; returns the exit status and the last output."""
-    rates, lanes = Rates(), Lanes()
+    rates, lanes = Rates(), LaneProbes()
     shown: list[str] = []
     while True:
         try:
@@ -347,7 +347,7 @@ def _silence(observer: Observer, error: RendezvousError) -> tuple[int, str]:
 
 def _plain(observer: Observer, options: argparse.Namespace) -> int:
     """Print plain lines, for pipes and programs."""
-    rates, lanes = Rates(), Lanes()
+    rates, lanes = Rates(), LaneProbes()
     looks = 0
     while True:
         try:

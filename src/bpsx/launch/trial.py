@@ -21,7 +21,7 @@ _TOLD = 10
 _ANSWER = re.compile(r"\[worker 0(?: [^\]]*)?\] (\{.*)")
 
 
-class Ended(NamedTuple):
+class TrialResult(NamedTuple):
     """Exit status and output of a job. ``status`` None: it did not end in time."""
 
     status: int | None
@@ -57,7 +57,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(
     options: Sequence[str], module: Sequence[str], env: Mapping[str, str], seconds: float
-) -> Ended:
+) -> TrialResult:
     """Run a job whose workers run a module with its arguments. ``options``: bpsx-run's."""
     command = [*own_python(), "bpsx.launch", *options, "--grace", "2", "--"]
     with subprocess.Popen(
@@ -71,8 +71,8 @@ def run(
             out, err = trial.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             trial.send_signal(signal.SIGTERM)
-            return Ended(None, "", "")
+            return TrialResult(None, "", "")
         except BaseException:
             trial.send_signal(signal.SIGTERM)
             raise
-    return Ended(trial.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+    return TrialResult(trial.returncode, out.decode(errors="replace"), err.decode(errors="replace"))

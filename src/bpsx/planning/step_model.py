@@ -80,7 +80,7 @@ class Cluster(NamedTuple):
         return max(load(MachineLinks(1, (1.0,)), self.workers, own), on_spare)
 
 
-class Exchange(NamedTuple):
+class GradientTraffic(NamedTuple):
     """Exchange of one gradient: bytes on the wire of each round trip, and processors' costs."""
 
     wire: tuple[float, ...]
@@ -88,7 +88,7 @@ class Exchange(NamedTuple):
 
 
 #: Chooses the exchange of a gradient.
-Chooser = Callable[[Gradient], Exchange]
+Chooser = Callable[[Gradient], GradientTraffic]
 
 
 class _Server:
@@ -169,13 +169,13 @@ class _Machines:
 
 def _pieces(
     gradients: Iterable[Gradient], choose: Chooser, most: float
-) -> list[tuple[float, float, Exchange]]:
+) -> list[tuple[float, float, GradientTraffic]]:
     """Cut gradients into (ready, part of the gradient's bytes, exchange), in order of ``ready``."""
     found = []
     for gradient in sorted(gradients, key=lambda g: g.ready):
         count = max(1, -(-gradient.nbytes // int(most)))
         whole = choose(gradient)
-        part = Exchange(tuple(w / count for w in whole.wire), whole.costs)
+        part = GradientTraffic(tuple(w / count for w in whole.wire), whole.costs)
         found += [(gradient.ready, gradient.nbytes / count, part)] * count
     return found
 
@@ -198,7 +198,7 @@ def step_seconds(
     def at(time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(events, (time, next(numbers), action))
 
-    def begin(nbytes: float, how: Exchange, trip: int, time: float) -> None:
+    def begin(nbytes: float, how: GradientTraffic, trip: int, time: float) -> None:
         share = nbytes / len(how.wire)
         # Half of the work before a push, half of it after a pull.
         work = share / 2 * how.costs.worker, share / 2 * how.costs.alone

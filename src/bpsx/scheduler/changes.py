@@ -22,7 +22,7 @@ _END = re.compile(
 
 
 @dataclass
-class Change:
+class JobChange:
     """One change of the job.
 
     ``term``: that it has begun; 0 if none. ``what``: "lost", "left", "joined" or "moved" (keys).
@@ -44,7 +44,7 @@ class Changes:
     """The latest :data:`MOST` changes, the oldest first."""
 
     def __init__(self) -> None:
-        self._latest: deque[Change] = deque(maxlen=MOST)
+        self._latest: deque[JobChange] = deque(maxlen=MOST)
 
     def ended(self, term: int, text: str, at: float | None) -> None:
         """Note a node that was lost or has left in good order. ``text``: its end, as in TERM.
@@ -58,15 +58,15 @@ class Changes:
             if change.term == 0 and (change.what, change.who) == (what, who):
                 change.term = term
                 return
-        self._latest.append(Change(term, what, who, why or how, at))
+        self._latest.append(JobChange(term, what, who, why or how, at))
 
     def joined(self, term: int, who: str, at: float | None, seconds: float | None = None) -> None:
         """Note a node that has joined. ``seconds``: for which the workers had stopped for that."""
-        self._latest.append(Change(term, "joined", who, "", at, seconds))
+        self._latest.append(JobChange(term, "joined", who, "", at, seconds))
 
     def moved(self, term: int, to: str, at: float | None) -> None:
         """Note that keys of living servers move to the servers ``to``."""
-        self._latest.append(Change(term, "moved", to, "they lacked keys", at))
+        self._latest.append(JobChange(term, "moved", to, "they lacked keys", at))
 
     def restored(self, term: int, text: str, entered: bool, yields: bool) -> None:
         """Note a term of an earlier scheduler, whose TERM said ``text``.

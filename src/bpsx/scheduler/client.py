@@ -38,7 +38,7 @@ _LAST_MS = 100
 Report = tuple[dict[str, Any], list[bytes]]
 
 
-class Link(Entering):
+class SchedulerLink(Entering):
     """One node's connection to the hub.
 
     :meth:`send` and :meth:`stop` may be called from any thread.

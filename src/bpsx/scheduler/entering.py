@@ -34,7 +34,7 @@ _WHY_SECONDS = 1.0
 
 
 class Entering:
-    """The part of a node's :class:`~bpsx.scheduler.client.Link` that enters the job.
+    """The part of a node's :class:`~bpsx.scheduler.client.SchedulerLink` that enters the job.
 
     For one thread, which later hands the socket over to the link's own.
     """

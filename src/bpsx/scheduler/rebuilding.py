@@ -19,7 +19,7 @@ from bpsx.scheduler.returning import Returning, slots_given
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
 from bpsx.scheduler.surviving import Loss, left_message, term_message
-from bpsx.scheduler.terms import Told
+from bpsx.scheduler.terms import EarlierTerm
 from bpsx.scheduler.tuning import restored_size, tunes_partitions
 
 #: Reasons for which this scheduler refuses nodes that come back.
@@ -390,7 +390,7 @@ class Rebuilding(Membership):
             self._restore_workers(term)
             to = "other servers" if term.yields else ""
             name = names([str(node) for node in of])
-            told.append(Told(term.number, name, term.moves, term.missed, term.yields, to))
+            told.append(EarlierTerm(term.number, name, term.moves, term.missed, term.yields, to))
             self.losses += [Loss(n, term.text, term.text, bool(term.leaving)) for n in of]
             if of or term.entered or term.yields:
                 self.terms.changes.restored(

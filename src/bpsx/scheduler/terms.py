@@ -132,7 +132,7 @@ class Recovery:
         )
 
 
-class Told(NamedTuple):
+class EarlierTerm(NamedTuple):
     """A term that an earlier scheduler has begun.
 
     ``lost``: the lost server's name. ``yields``: slots that living lanes have yielded. ``to``:
@@ -305,7 +305,7 @@ class Terms:
         *_, now = self._passed(lane, slot, self.number if term is None else term)
         return now
 
-    def restore(self, told: Sequence[Told], moved: Mapping[bytes, int], now: float) -> None:
+    def restore(self, told: Sequence[EarlierTerm], moved: Mapping[bytes, int], now: float) -> None:
         """Go on from the terms that an earlier scheduler has begun.
 
         ``told``: each term from 1 on. ``moved``: the latest term to which each sender has moved.
@@ -334,7 +334,7 @@ class Terms:
             self._open.append(recovery)
         self._finish()
 
-    def _restore_moves(self, term: Told) -> None:
+    def _restore_moves(self, term: EarlierTerm) -> None:
         for lane, targets in term.moves:
             self._moves.setdefault(lane, []).append((term.number, MOST_SLOTS, targets))
         for lane, limit, targets in term.yields:

@@ -21,7 +21,7 @@ from bpsx.errors import BpsxError, ConfigError, in_short
 from bpsx.kernels import loading
 from bpsx.kernels.plugins import import_compressors
 from bpsx.scheduler import failing
-from bpsx.scheduler.client import Link, Report
+from bpsx.scheduler.client import Report, SchedulerLink
 from bpsx.scheduler.waiting import introduce, patience
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
@@ -71,7 +71,7 @@ class Server:
         self._lanes: list[Lane] = []
         self._numbers = range(0)  # this server's lanes, as the job counts them
         self._threads: list[threading.Thread] = []
-        self._link: Link
+        self._link: SchedulerLink
         self._reporter: Reporter
         self._broken: Broken
         self._marks: Marks
@@ -86,7 +86,7 @@ class Server:
         host = own_host(config)
         require_trust(config, host)
         endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
-        link = Link(config)
+        link = SchedulerLink(config)
         try:
             self._link = link
             # Load while the other processes still start. Later, strangers' connections may have
@@ -219,7 +219,7 @@ class Server:
         if self._asked:
             self._ask_to_leave()
 
-    def _stop(self, link: Link) -> None:
+    def _stop(self, link: SchedulerLink) -> None:
         self._end_lanes()
         self._reporter.close()
         link.leave(self._failure, self._config.shutdown_timeout)

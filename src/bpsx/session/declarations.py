@@ -23,7 +23,7 @@ from bpsx.core._tensor import Declaration
 from bpsx.core.declared_state import DeclaredEvent, DeclaredState
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import Status
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import SchedulerLink
 from bpsx.scheduler.messages import MOST_ITEMS
 from bpsx.session.decisions import Decisions
 from bpsx.session.join import Joining
@@ -65,7 +65,7 @@ class Declarations:
     """
 
     _core: Core
-    _link: Link | None
+    _link: SchedulerLink | None
     _decisions: Decisions
     compressing: Compressing
     reporter: Reporter

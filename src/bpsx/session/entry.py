@@ -17,7 +17,7 @@ from bpsx.kernels.plugins import import_compressors
 from bpsx.local.group import Neighbourhood
 from bpsx.planning.partitioner import whole_pages
 from bpsx.scheduler import failing
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import SchedulerLink
 from bpsx.scheduler.waiting import patience
 from bpsx.session.lane_contact import connect_lanes, greet_lanes
 from bpsx.session.lanes import Lanes
@@ -58,7 +58,7 @@ class WorkerResources:
     near: Neighbourhood
     reporter: Reporter
     lanes: Lanes
-    link: Link | None
+    link: SchedulerLink | None
     servers: list[Any]
     job: int
     continued: bool
@@ -94,7 +94,7 @@ def enter(config: Config, again: bool) -> WorkerResources:
             return _alone(config, near, again)
         require_descriptors("worker", _OF_IO_THREAD * io_threads(config))
         keep_memory(config.keep_memory)
-        link = Link(config)
+        link = SchedulerLink(config)
     except Exception as e:
         failing.tell("worker", e, config)
         raise
@@ -130,7 +130,9 @@ def _alone(config: Config, near: Neighbourhood, again: bool) -> WorkerResources:
     )
 
 
-def _enter_job(config: Config, near: Neighbourhood, link: Link, again: bool) -> WorkerResources:
+def _enter_job(
+    config: Config, near: Neighbourhood, link: SchedulerLink, again: bool
+) -> WorkerResources:
     with ExitStack() as opened:
         opened.callback(link.stop)
         opened.callback(near.close)
@@ -197,7 +199,7 @@ def _reach_lanes(
     config: Config,
     near: Neighbourhood,
     reporter: Reporter,
-    link: Link,
+    link: SchedulerLink,
     welcome: dict[str, Any],
     opened: ExitStack,
 ) -> tuple[Any, Lanes, Core]:
@@ -216,14 +218,14 @@ def _reach_lanes(
     return endpoint, lanes, core
 
 
-def _await_entry(config: Config, link: Link, meeting: int) -> None:
+def _await_entry(config: Config, link: SchedulerLink, meeting: int) -> None:
     """Say that this newcomer has connected, and wait until all go on with it."""
     link.say("READY", meeting=meeting)
     while not any(m["type"] == "TERM" and config.rank in m["entered"] for m in link.early):
         _hear(config, link, link.news(1.0))
 
 
-def _tell(link: Link, error: BaseException) -> None:
+def _tell(link: SchedulerLink, error: BaseException) -> None:
     """Tell the others the cause, not only that this worker ended."""
     if isinstance(error, Exception):
         link.give_up(
@@ -234,7 +236,7 @@ def _tell(link: Link, error: BaseException) -> None:
 
 
 def _connect(
-    config: Config, near: Neighbourhood, endpoint: Any, link: Link, welcome: dict[str, Any]
+    config: Config, near: Neighbourhood, endpoint: Any, link: SchedulerLink, welcome: dict[str, Any]
 ) -> Lanes:
     """Meet the machine's other processes, then connect to the lanes if this process sends."""
     addresses = (
@@ -265,7 +267,7 @@ def _meet_neighbours(
     near: Neighbourhood,
     endpoint: Any,
     lanes: Lanes,
-    link: Link,
+    link: SchedulerLink,
     welcome: dict[str, Any],
 ) -> None:
     """Meet the machine's other processes. One that is gone may have been told why before."""
@@ -313,7 +315,7 @@ def _new_core(
     )
 
 
-def _hear_of_a_loss(config: Config, lanes: Lanes, link: Link) -> None:
+def _hear_of_a_loss(config: Config, lanes: Lanes, link: SchedulerLink) -> None:
     """Raise :class:`~bpsx.errors.RendezvousError` if the scheduler reports a death during
     start-up.
 
@@ -330,7 +332,7 @@ def _hear_of_a_loss(config: Config, lanes: Lanes, link: Link) -> None:
         lanes.lose(message["lanes"], message["text"])
 
 
-def _hear(config: Config, link: Link, message: dict[str, Any] | None) -> None:
+def _hear(config: Config, link: SchedulerLink, message: dict[str, Any] | None) -> None:
     """Raise the error that ``message`` means for a worker that is about to enter the job."""
     kind = message["type"] if message is not None else ""
     if message is None or kind not in ("LOST", "REFUSED", "OFF"):
@@ -344,7 +346,7 @@ def _hear(config: Config, link: Link, message: dict[str, Any] | None) -> None:
     raise _MeetingOff
 
 
-def _greet(config: Config, core: Core, lanes: Lanes, link: Link) -> None:
+def _greet(config: Config, core: Core, lanes: Lanes, link: SchedulerLink) -> None:
     """Wait until every lane has replied, while listening to the scheduler for reports of
     deaths.
     """

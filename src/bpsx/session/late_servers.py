@@ -14,7 +14,7 @@ from typing import Any
 
 from bpsx.core._late_lanes import LateLanes
 from bpsx.errors import BpsxError, in_short
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import SchedulerLink
 from bpsx.session.lanes import Lanes
 from bpsx.system.fork import keep_also_from_children
 from bpsx.system.threads import NamedThread
@@ -34,7 +34,7 @@ class LateServers:
         lanes: Lanes,
         core_lanes: LateLanes,
         endpoint: Endpoint,
-        link: Link,
+        link: SchedulerLink,
         secret: bytes,
         connected: Iterable[int] = (),
     ) -> None:

@@ -18,7 +18,7 @@ from bpsx.core._tensor import CommitGroup
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.errors import Status
 from bpsx.local.devices import Devices, OnGpu, Streams, View
-from bpsx.scheduler.client import Link
+from bpsx.scheduler.client import SchedulerLink
 from bpsx.session.boundaries import Change
 from bpsx.session.company import Company
 from bpsx.session.decisions import Decisions
@@ -105,7 +105,7 @@ class Session(Liveness):
                 self.close(f"init() ended by {type(e).__name__}")
                 raise
 
-    def _tell_rate(self, link: Link, workers: int) -> None:
+    def _tell_rate(self, link: SchedulerLink, workers: int) -> None:
         """Measure the links together with the other workers, and tell the scheduler."""
 
         def sum_(name: str, array: Array) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 Signature = tuple[str, tuple[int, ...], int, str]
 
 
-class Told(NamedTuple):
+class ToldNames(NamedTuple):
     """The declared names, for a newcomer.
 
     ``current``: generation with which each signature goes on. ``following``: of each name's next
@@ -43,13 +43,13 @@ def packed(
     return base64.b85encode(zlib.compress(json.dumps(said).encode())).decode()
 
 
-def parse(text: str) -> Told:
+def parse(text: str) -> ToldNames:
     """Return what :func:`packed` has written; nothing for an empty text."""
     if not text:
-        return Told({}, {}, Counter())
+        return ToldNames({}, {}, Counter())
     said: list[Any] = json.loads(zlib.decompress(base64.b85decode(text)))
     current, following, renewed = said
-    return Told(
+    return ToldNames(
         {(name, tuple(shape), dtype, codec): n for name, shape, dtype, codec, n in current},
         dict(following),
         Counter({(kind, name): count for kind, name, count in renewed}),

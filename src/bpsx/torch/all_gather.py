@@ -39,7 +39,7 @@ _HEADER, _COUNT = 192, 8
 
 
 @public_methods
-class Gathering:
+class AllGatherHandle:
     """An all_gather in flight.
 
     It is a :class:`~bpsx.torch.ops.Handle` whose result is the list of tensors, by rank.
@@ -72,7 +72,7 @@ class Gathering:
 
 def all_gather_async(
     outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: str, needs_all: bool = True
-) -> Gathering:
+) -> AllGatherHandle:
     """Begin to fill ``outputs[r]`` with worker r's ``mine``.
 
     ``outputs``: ``size()`` dense tensors of one shape and any dtype. ``mine``: a tensor of that
@@ -96,10 +96,10 @@ def all_gather_async(
     ]
     for output in outputs:
         mark_written(output)
-    return Gathering(handles, outputs, stages)
+    return AllGatherHandle(handles, outputs, stages)
 
 
-def _gather_headers(count: int, kind: str, name: str, needs_all: bool = True) -> Gathering:
+def _gather_headers(count: int, kind: str, name: str, needs_all: bool = True) -> AllGatherHandle:
     header = _header(count, kind)
     outputs = [torch.empty_like(header) for _ in range(adapter.session().size)]
     return all_gather_async(outputs, header, name, needs_all)
