@@ -71,7 +71,9 @@ class Departing(Job):
         try:
             self.workers[newcomer].wait_for_line('["step"')
         except AssertionError:
-            self.workers[newcomer].wait()  # it must end, but need not have: its output ends first
+            if not self.workers[newcomer].silent:
+                raise
+            self.workers[newcomer].wait()  # its output ends before it does
             return False
         return True
 
