@@ -176,19 +176,18 @@ cdef inline bint one_is_away(const Core *c) noexcept nogil:
     return found != NULL
 
 
-cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t bytes) noexcept nogil:
-    """Whether the server has room within what a link of that pace takes in the time of the bound.
+cdef inline int64_t most_ahead(Core *c) noexcept nogil:
+    """Most bytes in flight to a server: what the slowest link takes in `ahead_ns`; 0: no bound.
 
     The bound is at least twice MEASURABLE, so that the pace can be measured.
     """
-    cdef double bound
-    cdef int64_t ahead = c.settings.ahead_ns
+    cdef int64_t pace = slowest(c)
+    cdef double ahead = <double>c.settings.ahead_ns
     if c.settings.credit == 0 or ahead == 0 or pace == 0:
-        return True
+        return 0
     if one_is_away(c):
         ahead *= 2
-    bound = max(<double>ahead / pace * MIB, 2.0 * MEASURABLE)
-    return has_room(&server.in_flight, <int64_t>min(bound, 1e18), bytes, &server.starved)
+    return <int64_t>min(max(ahead / pace * MIB, 2.0 * MEASURABLE), 1e18)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
@@ -408,7 +407,7 @@ cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcep
 cdef inline int next_lane(Core *c) noexcept nogil:
     """Lane whose most urgent partition is next to be handed over; -1: none may be."""
     cdef int best = -1
-    cdef int64_t pace = slowest(c)
+    cdef int64_t most = most_ahead(c)
     cdef uint32_t i
     cdef Lane *lane
     cdef Partition *leaving = NULL          # the most urgent one for a server on another machine
@@ -446,7 +445,13 @@ cdef inline int next_lane(Core *c) noexcept nogil:
                 lane.server.beside and leaving != NULL and before(leaving, lane.queue.items[0])
             )
             and not is_far_ahead(c, lane.queue.items[0], leaving)
-            and takes_more(c, lane.server, pace, push_bytes(lane.queue.items[0]))
+            and (
+                most == 0
+                or has_room(
+                    &lane.server.in_flight, most, push_bytes(lane.queue.items[0]),
+                    &lane.server.starved
+                )
+            )
         ):
             best = c.lanes.living[i]
     return best
