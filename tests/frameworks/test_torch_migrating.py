@@ -159,6 +159,9 @@ for line in sys.argv[1:]:
     del found
     gc.collect()
 """
+# The scheduler reports every ten seconds who is missing: a busy machine can take longer than that
+# to import torch in one of two processes.
+WAITS = re.compile(r"\[scheduler\] \S+ \S+ bpsx scheduler WARNING: waiting for worker \d .*")
 AFTER = [
     "byteps_after.py --way cross-barrier",
     "byteps_after.py --way module",
@@ -178,6 +181,8 @@ def trained() -> dict[str, list[float]]:
     told: dict[str, dict[str, str]] = {line: {"0": "", "1": ""} for line in AFTER}
     script = {"0": "", "1": ""}
     for line in output.splitlines():
+        if WAITS.fullmatch(line):
+            continue
         match = re.fullmatch(r"\[worker (\d)\] (script \S*/(.*)|(epoch \d|worker \d): .*)", line)
         assert match, output  # no other output, also at exit
         if match[3]:
