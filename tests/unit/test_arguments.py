@@ -5,6 +5,8 @@ The session has one worker and sends nothing.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +53,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
 def test_integers_of_python_and_numpy_are_recognised(value: Any, expected: int | None) -> None:
     found = as_integer(value)
     assert found == expected and type(found) is type(expected)
+
+
+def test_ordinary_values_need_no_masked_arrays() -> None:
+    """NumPy's part for them takes longer to import than a small push_pull."""
+    source = """
+import sys
+import numpy as np
+from bpsx.api.arguments import check_unmasked
+before = "numpy.ma" in sys.modules
+for value in (np.ones(3), np.float32(1), 1.0, [1.0], None):
+    check_unmasked(value, "x")
+assert ("numpy.ma" in sys.modules) == before
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)
 
 
 @pytest.mark.parametrize("root", [True, "1", 1.0, None, -1, 3, [1]], ids=repr)

@@ -84,6 +84,9 @@ def check_unmasked(array: Any, what: str) -> None:
 
     ``what`` names the array.
     """
+    # The first look at np.ma imports it, which takes longer than a small push_pull.
+    if type(array) is np.ndarray or not isinstance(array, np.ndarray):
+        return
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         hidden = int(np.ma.getmaskarray(array).sum())
         raise ConfigError(
