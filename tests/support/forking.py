@@ -54,12 +54,21 @@ _EARLY = (
     "MXNET_",
 )
 #: What a worker that names a framework is forked from. PyTorch imports the last of its packages,
-#: which is half of it, with the first optimizer.
+#: which is half of it, with the first optimizer. To import bpsx.tensorflow starts threads. A test's
+#: file that runs as a worker imports pytest.
 _FRAMEWORKS = {
-    "torch": ("numba", "torch", "torch._dynamo"),
-    "tensorflow": ("tensorflow", "numba"),
-    "mxnet": ("bpsx.mxnet", "numba"),
+    "torch": ("numba", "torch", "torch._dynamo", "bpsx.torch", "pytest"),
+    "tensorflow": ("tensorflow", "numba", "bpsx.api.verbs", "bpsx.plugin.adapter", "pytest"),
+    "mxnet": ("bpsx.mxnet", "numba", "pytest"),
 }
+#: What each role imports when it starts: nearly half of a short process.
+_FOR_ALL = (
+    "zmq.utils.monitor",
+    "encodings.idna",
+    "numpy.random",
+    "runpy",
+    *(f"bpsx.transports.{name}.endpoint" for name in ("shm", "tcp", "zeromq")),
+)
 #: What is forked for NumPy's workers and the scheduler; and for who sums, with all kernels loaded.
 _PLAIN = ("bpsx.api.verbs", "bpsx.scheduler.__main__")
 _SUMS = (*_PLAIN, "numba", "bpsx.server.__main__")
@@ -428,20 +437,24 @@ def _be(task: dict[str, Any]) -> None:
     exec(compile(task["source"], "<string>", "exec"), own)
 
 
+#: Modules that Python itself uses until it has ended.
+_PYTHONS_OWN = ("__main__", "builtins", "sys")
+
+
 def _sparing() -> Callable[[], None]:
     """What a child does last before Python takes its modules apart, and their objects one by one:
-    the packages are left out, a tenth of a second or more. What the child has imported is not.
+    the nursery's are left out, a tenth of a second or more. What the child has imported is not.
     """
-    modules, standard = sys.modules, sys.stdlib_module_names
+    modules = sys.modules
     keep, held = ctypes.pythonapi.Py_IncRef, ctypes.py_object
     spared: dict[str, Any] = {}
 
     def last() -> None:
-        if not spared:  # in the nursery: these are its packages
-            spared.update({n: m for n, m in modules.items() if n.partition(".")[0] not in standard})
+        if not spared:  # in the nursery: these are its modules
+            spared.update({n: m for n, m in modules.items() if n not in _PYTHONS_OWN})
             return
         for name, module in spared.items():
-            if name != "__main__" and modules.get(name) is module:
+            if modules.get(name) is module:
                 keep(held(module))
                 del modules[name]
 
@@ -452,7 +465,7 @@ def _prepare(packages: list[str]) -> None:
     """Import the packages, and whatever makes the first use of them slow."""
     last = _sparing()
     atexit.register(last)  # before any package's, so it runs after them
-    for name in ("zmq.utils.monitor", *packages):
+    for name in (*_FOR_ALL, *packages):
         importlib.import_module(name)
         if name.endswith("__main__"):
             del sys.modules[name]  # which will run once more, as a script
