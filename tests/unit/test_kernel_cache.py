@@ -16,7 +16,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import pytest
 
-from bpsx.kernels.cache import Function
+from bpsx.kernels.object_code import Function
 
 CODE = """
 import ctypes, logging, sys, numpy as np
@@ -232,6 +232,13 @@ def test_a_numba_that_does_not_give_its_code_away_sums_all_the_same(tmp_path: Pa
     compiled, warnings = sums(tmp_path, before=other)
     assert compiled == 3 and len(warnings) == 1 and "cannot be cached" in warnings[0]
     assert sums(tmp_path, before=other)[0] == 3
+
+
+def test_a_worker_without_kernels_does_not_load_llvm() -> None:
+    """Its library takes 40 MB of memory and a tenth of a second."""
+    source = "import sys, bpsx.api.verbs; print('llvmlite' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_code_that_needs_a_function_that_is_not_there_is_refused() -> None:

@@ -1,7 +1,7 @@
 """C functions compiled by Numba, with a cache for later processes (``BPSX_CACHE_DIR``).
 
-The cache keeps object code, which llvmlite links in a millisecond. A process whose functions are
-all there does not import Numba, which takes most of a second.
+The cache keeps object code, which :mod:`bpsx.kernels.object_code` links in a millisecond. A process
+whose functions are all there does not import Numba, which takes most of a second.
 
 Each entry is a separate file, named by everything that its code depends on, and ends with a
 checksum. A damaged entry is deleted and compiled anew. The cache is optional: any failure to store
@@ -11,7 +11,6 @@ a function is logged as one warning.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -19,71 +18,22 @@ import inspect
 import logging
 import os
 import platform
-import struct
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-import llvmlite
-import llvmlite.binding as llvm
+from typing import TYPE_CHECKING, Any
 
 from bpsx.config import kernel_cache, numba_settings
 
+if TYPE_CHECKING:
+    from bpsx.kernels.object_code import Function
+
 log = logging.getLogger("bpsx.kernels")
-#: Name of the function in each piece of object code.
-SYMBOL = "bpsx_kernel"
-#: Prefixes of the names of Numba's own functions.
-_NUMBAS = ("numba_", "NRT_")
 _DIGEST = 32
 _told: set[str] = set()
 #: Compiles a function; returns it, with an ``.address``, and what returns its object code. It is
 #: :func:`bpsx.kernels.cpu.jit.compile_with_numba` for one function; a call imports Numba.
 Source = Callable[[], tuple[Any, Callable[[], bytes]]]
-
-
-class Function:
-    """Object code in memory: a C function at ``address`` for as long as this object lives.
-
-    Raises :class:`ValueError` if the code needs functions that this process does not have.
-    """
-
-    def __init__(self, code: bytes) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        target = llvm.Target.from_triple(llvm.get_process_triple())
-        machine = target.create_target_machine(codemodel="jitdefault", jit=True)
-        linked = llvm.ObjectFileRef.from_data(code)
-        # LLVM ends the process if it cannot resolve a name.
-        if missing := _missing(linked):
-            raise ValueError(f"it needs {', '.join(missing)}")
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(linked)
-        self._engine.finalize_object()
-        self.address = int(self._engine.get_function_address(SYMBOL))
-        if not self.address:
-            raise ValueError(f"it does not define {SYMBOL}")
-
-
-def _missing(code: llvm.ObjectFileRef) -> list[str]:
-    """Return the names that object code needs and this process does not have."""
-    process = ctypes.CDLL(None)
-    missing = [name for name in _undefined(code) if not hasattr(process, name)]
-    if any(name.startswith(_NUMBAS) for name in missing):
-        # Numba compiles the raising of exceptions into some functions, which never do.
-        from numba.core.registry import cpu_target
-
-        cpu_target.target_context.refresh()
-    return [name for name in missing if not llvm.address_of_symbol(name)]
-
-
-def _undefined(code: llvm.ObjectFileRef) -> Iterable[str]:
-    """Yield the names that object code (ELF of 64 bits) needs from elsewhere."""
-    sections = {section.name(): section.data() for section in code.sections()}
-    names = sections.get(b".strtab", b"")
-    for name, _, _, section, _, _ in struct.iter_unpack("<IBBHQQ", sections.get(b".symtab", b"")):
-        if name and not section:
-            yield names[name : names.index(b"\0", name)].decode()
 
 
 def compiled(name: str, depends_on: Iterable[object], source: Source) -> Any:
@@ -106,6 +56,13 @@ def compiled(name: str, depends_on: Iterable[object], source: Source) -> Any:
     return found or _compile(source, path)
 
 
+def _linked(code: bytes) -> Function:
+    # Loading LLVM takes a tenth of a second, so only processes that use kernels do it.
+    from bpsx.kernels.object_code import Function
+
+    return Function(code)
+
+
 def _compile(source: Source, path: Path | None) -> Any:
     """Compile a function, and store it as ``path`` if there is one."""
     made, object_code = source()
@@ -113,7 +70,7 @@ def _compile(source: Source, path: Path | None) -> Any:
         return made
     try:
         code = object_code()
-        function = Function(code)
+        function = _linked(code)
         _store(path, code)
     except Exception as e:
         _warn("kept", f"compiled kernels cannot be cached, so each process compiles them: {e}")
@@ -134,8 +91,9 @@ def _warn_unread(error: OSError) -> None:
 @functools.cache
 def _sources() -> bytes:
     """Digest of all kernels' sources: each may be compiled into the others."""
-    digest = hashlib.blake2b(Path(__file__).read_bytes())
-    for source in sorted((Path(__file__).parent / "cpu").glob("*.py")):
+    here = Path(__file__)
+    digest = hashlib.blake2b()
+    for source in (here, here.with_name("object_code.py"), *sorted(here.parent.glob("cpu/*.py"))):
         digest.update(source.read_bytes())
     return digest.digest()
 
@@ -153,14 +111,17 @@ def _numba_version() -> str:
 @functools.cache
 def _target() -> tuple[object, ...]:
     """Return what the machine code depends on besides sources: versions, processor, settings."""
+    from bpsx.kernels.object_code import processor, version
+
     settings = numba_settings()
+    triple, name, features = processor()
     return (
         platform.python_version(),
         _numba_version(),
-        llvmlite.__version__,
-        llvm.get_process_triple(),
-        settings.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name(),
-        settings.get("NUMBA_CPU_FEATURES", llvm.get_host_cpu_features().flatten()),
+        version(),
+        triple,
+        settings.get("NUMBA_CPU_NAME") or name,
+        settings.get("NUMBA_CPU_FEATURES", features),
         sorted(settings.items()),
     )
 
@@ -197,7 +158,7 @@ def _load(path: Path) -> Function | None:
         code, checksum = content[:-_DIGEST], content[-_DIGEST:]
         if not code or hashlib.blake2b(code, digest_size=_DIGEST).digest() != checksum:
             raise ValueError("its checksum is wrong")
-        return Function(code)
+        return _linked(code)
     except FileNotFoundError:
         return None
     except OSError as e:

@@ -10,7 +10,7 @@ import numba
 from numba import types
 from numba.core.registry import cpu_target
 
-from bpsx.kernels.cache import SYMBOL
+from bpsx.kernels.object_code import SYMBOL
 
 _WIDE = {"float32": types.float32, "float64": types.float64}
 
