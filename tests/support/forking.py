@@ -4,8 +4,8 @@ PyTorch, 2 for MXNet, 1.1 for Numba, 0.25 for NumPy and ZeroMQ, for hundreds.
 As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread,
 and gives each of its children the input, output and environment that were asked for. What comes
 out is a process of its own in all that a test can see, except that its parent is the nursery, that
-all have its seed for hashes, and that at their end Python does not take the packages apart. Only
-:func:`nursery_for` and :class:`Fork` are for tests.
+all have its seed for hashes, and that at their end Python does not take the packages apart, nor
+anything of a server or scheduler. Only :func:`nursery_for` and :class:`Fork` are for tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 #: Variables that are looked at while Python or TensorFlow starts: there is a nursery for each value
 #: that these have.
@@ -72,6 +72,7 @@ _FOR_ALL = (
 #: What is forked for NumPy's workers and the scheduler; and for who sums, with all kernels loaded.
 _PLAIN = ("bpsx.api.verbs", "bpsx.scheduler.__main__")
 _SUMS = (*_PLAIN, "numba", "bpsx.server.__main__")
+_ROLES = ("bpsx.scheduler", "bpsx.server")
 #: The seed for hashes of each first worker: it differs from the others in the order of sets, as all
 #: do in life.
 _FIRST = {"PYTHONHASHSEED": "1"}
@@ -222,6 +223,7 @@ class _Nursery:
         task = {
             "number": number,
             "source": _source(wanted.command),
+            "role": wanted.command[1] == "-m" and wanted.command[2] in _ROLES,
             "environment": wanted.environment,
             "namespace": wanted.namespace,
             "folder": os.getcwd(),
@@ -431,10 +433,34 @@ def _enter(namespace: str) -> None:
 def _be(task: dict[str, Any]) -> None:
     """Run the source as ``python -c`` would: this module becomes ``__main__`` of the source."""
     faulthandler.enable()
+    ending = _ending()
     own = sys.modules["__main__"].__dict__
     for name in [n for n in own if n not in ("__name__", "__builtins__")]:
         del own[name]
-    exec(compile(task["source"], "<string>", "exec"), own)
+    try:
+        exec(compile(task["source"], "<string>", "exec"), own)
+    except SystemExit as e:
+        if task["role"] and isinstance(e.code, int):
+            ending(e.code)
+        raise
+
+
+def _ending() -> Callable[[int], NoReturn]:
+    """What ends a server or scheduler: all that Python does until it takes itself apart, half of a
+    server's processor time. There is nothing of the test's to take apart.
+    """
+    threads_end = threading._shutdown  # type: ignore[attr-defined]
+    run_exit_functions, end = atexit._run_exitfuncs, os._exit
+    output, errors = sys.stdout, sys.stderr
+
+    def ending(status: int) -> NoReturn:
+        threads_end()
+        run_exit_functions()
+        output.flush()
+        errors.flush()
+        end(status)
+
+    return ending
 
 
 #: Modules that Python itself uses until it has ended.
