@@ -2,8 +2,8 @@
 
 Each process is in a namespace of its own (needs root). Its link carries at most the given rate each
 way, and a relay (:mod:`bench.relay`) delays packets. The job with default settings takes turns with
-jobs that have larger send buffers, set by hand; the best of those counts. Another job has the small
-buffers of near connections.
+jobs whose send buffers or partitions were set by hand; the best of those counts. Another job has
+the small buffers of near connections.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ _SMALL = {"BPSX_SEND_BUFFER_KB": "224"}
 _BY_HAND = {
     "system": {"BPSX_SEND_BUFFER_KB": "0"},
     "ahead": {"BPSX_SEND_BUFFER_KB": "0", "BPSX_SEND_AHEAD_MS": "0"},
+    "small partitions": {"BYTEPS_PARTITION_BYTES": "131072"},
+    "middle partitions": {"BYTEPS_PARTITION_BYTES": "524288"},
+    "large partitions": {"BPSX_AUTOTUNE": "0"},
 }
 
 

@@ -19,11 +19,15 @@ def far(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_best_setting_by_hand_is_the_peer(far: ModuleType) -> None:
+    partitions = {f"{size} partitions": [70.0] for size in ("small", "middle", "large")}
     found = {"default": [90.0, 96.0], "small": [31.0], "system": [80.0], "ahead": [100.0, 60.0]}
+    found |= partitions
     cases = {c.case: (c.value, c.peer, c.met) for c in far.report("1gbit-30", found)}
     assert cases == {"1gbit-30": (93.0, 80.0, True), "1gbit-30-small": (93.0, 31.0, None)}
     cases = {c.case: (c.peer, c.met) for c in far.report("x", {**found, "ahead": [100.0]})}
     assert cases["x"] == (100.0, False)
+    cases = {c.case: c.peer for c in far.report("x", {**found, "middle partitions": [99.0]})}
+    assert cases["x"] == 99.0
 
 
 def test_a_wrong_round_trip_is_named(far: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
