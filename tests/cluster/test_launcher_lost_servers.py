@@ -78,7 +78,7 @@ def test_a_job_that_goes_on_without_a_server_ends_well(launcher: Launcher, told:
     """A scheduler that says nothing of the loss, as on another host, says it with its status."""
     hub = RUNNING + ("survive(0)\n" if told else "lose(0)\n") + "serve()"
     status, out, err = finish(start(launcher, hub, GO + "print('done')"))
-    assert (status, out) == (0, ["[worker 0] done", "[worker 1] done"])
+    assert (status, out) == (0, ["[worker 0] done", "[worker 1] done"]), err
     (line,) = err
     assert re.fullmatch(WENT_ON, line), err
 
