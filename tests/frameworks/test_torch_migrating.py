@@ -159,8 +159,8 @@ for line in sys.argv[1:]:
     del found
     gc.collect()
 """
-# The scheduler reports every ten seconds who is missing: a busy machine can take longer than that
-# to import torch in one of two processes.
+# Every ten seconds the scheduler reports which workers have not come yet. On a busy machine one
+# worker may import torch for that much longer than the other.
 WAITS = re.compile(r"\[scheduler\] \S+ \S+ bpsx scheduler WARNING: waiting for worker \d .*")
 AFTER = [
     "byteps_after.py --way cross-barrier",

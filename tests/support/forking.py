@@ -72,7 +72,10 @@ _FOR_ALL = (
 #: What is forked for NumPy's workers and the scheduler; and for who sums, with all kernels loaded.
 _PLAIN = ("bpsx.api.verbs", "bpsx.scheduler.__main__")
 _SUMS = (*_PLAIN, "numba", "bpsx.server.__main__")
-_ROLES = ("bpsx.scheduler", "bpsx.server")
+#: Modules that run without a test's script: such a process has nothing of the test's to take apart.
+_WITHOUT_SCRIPT = ("bpsx.scheduler", "bpsx.server")
+#: Modules that Python itself uses until it has ended.
+_PYTHONS_OWN = ("__main__", "builtins", "sys")
 #: The seed for hashes of each first worker: it differs from the others in the order of sets, as all
 #: do in life.
 _FIRST = {"PYTHONHASHSEED": "1"}
@@ -223,7 +226,7 @@ class _Nursery:
         task = {
             "number": number,
             "source": _source(wanted.command),
-            "role": wanted.command[1] == "-m" and wanted.command[2] in _ROLES,
+            "has_script": wanted.command[1] != "-m" or wanted.command[2] not in _WITHOUT_SCRIPT,
             "environment": wanted.environment,
             "namespace": wanted.namespace,
             "folder": os.getcwd(),
@@ -440,14 +443,16 @@ def _be(task: dict[str, Any]) -> None:
     try:
         exec(compile(task["source"], "<string>", "exec"), own)
     except SystemExit as e:
-        if task["role"] and isinstance(e.code, int):
+        if not task["has_script"] and isinstance(e.code, int):
             ending(e.code)
         raise
 
 
 def _ending() -> Callable[[int], NoReturn]:
-    """What ends a server or scheduler: all that Python does until it takes itself apart, half of a
-    server's processor time. There is nothing of the test's to take apart.
+    """Return a function that ends a process without a script, with a given status.
+
+    It awaits threads, runs exit functions and writes output, as Python does. Then Python would take
+    its modules apart, which took half of a server's processor time.
     """
     threads_end = threading._shutdown  # type: ignore[attr-defined]
     run_exit_functions, end = atexit._run_exitfuncs, os._exit
@@ -461,10 +466,6 @@ def _ending() -> Callable[[int], NoReturn]:
         end(status)
 
     return ending
-
-
-#: Modules that Python itself uses until it has ended.
-_PYTHONS_OWN = ("__main__", "builtins", "sys")
 
 
 def _sparing() -> Callable[[], None]:
