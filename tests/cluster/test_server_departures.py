@@ -7,11 +7,16 @@ import os
 import random
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import zmq
 from deaths import OPERATIONS, Striking, Struck
 
+from bpsx.config import Config
+from bpsx.scheduler import messages
+from bpsx.scheduler.sockets import open_socket
 from cluster.test_server_deaths import undisturbed
 from cluster.test_server_deaths_compressed import _TRAINING as COMPRESSED
 from cluster.test_server_deaths_compressed import STEPS, Trained, environment
@@ -235,6 +240,68 @@ def test_the_launcher_hears_of_a_server_that_is_gone_unless_it_has_left(
     told = [line for line in job.scheduler.lines if line.endswith(str(pid))]
     (lost,) = (line for line in told if re.fullmatch(f"lost server [01] {pid}", line))
     assert told == [lost] + [f"gone server {pid}"] * (not leaves)
+
+
+#: What a server hears that has come to a running job of two workers and two servers.
+WELCOME = {
+    "job": 77,
+    "rank": 2,
+    "first": 2,
+    "size": 2,
+    "workers": 2,
+    "processes": 1,
+    "peers": [[0, "worker 0"], [1, "worker 1"]],
+    "elastic": True,
+    "shrinks": False,
+    "may_lose_scheduler": True,
+    "joins": 0,
+    "term": 0,
+    **dict.fromkeys(("vacant", "left", "joined", "dropped"), []),
+}
+
+
+def _heard(hub: zmq.Socket, kind: str) -> tuple[bytes, dict]:
+    """Return the next message of this kind, after its sender's name."""
+    while True:
+        ident, text = hub.recv_multipart()
+        message = messages.decode(text)
+        if message["type"] == kind:
+            return ident, message
+
+
+def test_a_server_leaves_that_had_asked_to_before_the_scheduler_died():
+    """The next one, which this test speaks for, hears so, and goes on without the server."""
+    context = zmq.Context()
+    hub = open_socket(context, zmq.ROUTER, Config({}))
+    port = hub.bind_to_random_port("tcp://127.0.0.1")
+    env = {
+        **os.environ,
+        "DMLC_ROLE": "server",
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_NUM_SERVER": "2",
+        "DMLC_NUM_WORKER": "2",
+        "BPSX_ELASTIC": "servers",
+        "BYTEPS_LOG_LEVEL": "info",
+    }
+    server = Process("server", [sys.executable, "-m", "bpsx.server"], env)
+    try:
+        ident, _ = _heard(hub, "HELLO")
+        hub.send_multipart([ident, messages.encode("WELCOME", **WELCOME)])
+        server.wait_for_line("server 2: ")
+        hub.close(0)
+        server.wait_for_line("is gone")
+        server.signal(signal.SIGTERM)
+        server.wait_for_line("got SIGTERM")
+        hub = open_socket(context, zmq.ROUTER, Config({}))
+        hub.bind(f"tcp://127.0.0.1:{port}")
+        ident, report = _heard(hub, "AGAIN")
+        assert report["state"]["leaves"] is True
+        hub.send_multipart([ident, messages.encode("GOODBYE")])
+        assert left_well(server), server.text()
+    finally:
+        server.end()
+        context.destroy(0)
 
 
 def test_the_launcher_lets_a_server_leave(tmp_path: Path):

@@ -350,11 +350,12 @@ class Server(Node):
         if number >= 0:
             self.state = "entering"
         self.marks = Marks(world.workers_n, range(world.workers_n))
+        self.asked = False  # to leave
 
     def report(self) -> tuple[dict[str, Any], list[bytes]]:
         known = [w.rank for w in self.world.workers if w.dead and w.rank >= 0 and w.speaks]
         cut = [rank for rank in known if rank not in self.marks.dropped]
-        return self.marks.report(self.lost, cut, 0, {"slots": [], "key": -1}), []
+        return self.marks.report(self.lost, cut, 0, {"slots": [], "key": -1}, self.asked), []
 
     def resume(self) -> None:
         pass

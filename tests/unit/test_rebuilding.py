@@ -336,7 +336,7 @@ def test_an_asynchronous_job_goes_on_without_a_worker_that_does_not_come_back() 
     assert world.hub is not None and world.hub.state is JobState.RUNNING
     assert [w.lost for w in world.workers] == [""] * 3
     servers = [node for node in world.nodes if isinstance(node, Server)]
-    assert all([*s.marks.report("", [], 0, {})["state"]["left"][0]][0] == 1 for s in servers)
+    assert all([*s.marks.report("", [], 0, {}, False)["state"]["left"][0]][0] == 1 for s in servers)
 
 
 def test_an_asynchronous_job_ends_without_too_many_workers() -> None:
@@ -385,6 +385,40 @@ def test_a_replaced_server_that_comes_back_is_told_so() -> None:
     world.settle()
     all_is_well_but(world, slow)
     assert "replaced" in slow.lost
+
+
+def test_a_replaced_server_that_has_asked_to_leave_may() -> None:
+    """The old scheduler had told one worker, and not the server."""
+    world = World(2, 3)
+    leaver = world.nodes[0]
+    assert isinstance(leaver, Server)
+    leaver.asked = True
+    world.bury(leaver)
+    world.workers[0].take()
+    world.kill_hub()
+    leaver.state = "orphaned"
+    world.settle()
+    all_is_well_but(world, leaver)
+    assert leaver.over and not leaver.lost
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "too late"])
+@pytest.mark.parametrize("asked", [False, True], ids=["stays", "leaves"])
+def test_a_server_of_which_no_worker_has_heard_is_not_needed(asked: bool, late: bool) -> None:
+    """Its end is an error, unless it has asked to leave meanwhile."""
+    world = World(2, 2)
+    stranger = world.arrive()
+    world.act(stranger)
+    stranger.take()
+    world.kill_hub()
+    stranger.asked, stranger.dead = asked, late
+    world.settle()
+    stranger.dead = False
+    world.settle()
+    assert stranger.over and bool(stranger.lost) is not asked
+    assert asked or "start it again" in stranger.lost
+    assert world.hub is not None and world.hub.state is JobState.RUNNING
+    assert not any(w.decisions.terms for w in world.workers)
 
 
 def test_a_server_that_has_failed_and_comes_back_learns_which_term_replaces_it() -> None:

@@ -61,8 +61,8 @@ class Rebuilding(Membership):
         if self._may_be_alone(m):
             return [_refuse(ident, _ALONE, over=False)]
         if self.state is not JobState.WAITING:
-            if self.state is not JobState.FAILED and m["job"] == self.job and _leaves(m):
-                return [(ident, {"type": "GOODBYE"})]  # it has left, and has not heard so
+            if self._has_left(m):
+                return [(ident, {"type": "GOODBYE"})]
             return [_refuse(ident, self._too_late_again(m), over=True)]
         if why := self._unfit(m) or self._differs_again(m):
             return [_refuse(ident, why, over=False)]
@@ -72,6 +72,12 @@ class Rebuilding(Membership):
         )
         job.add(report)
         return []
+
+    def _has_left(self, m: dict[str, Any]) -> bool:
+        """Whether the job goes on without the sender of AGAIN ``m``, as it had asked for."""
+        if self.state is JobState.FAILED or m["job"] != self.job or not m["state"]["leaves"]:
+            return False
+        return m["role"] == "worker" or bool(self._replacement(m)) or self._roster.same(m) is None
 
     def _may_be_alone(self, m: dict[str, Any]) -> bool:
         """Whether this scheduler has lost nodes, and no worker confirms that the job goes on so.
@@ -260,11 +266,11 @@ class Rebuilding(Membership):
     def _refuse_servers(job: Returning, replaced: Mapping[int, int]) -> list[Output]:
         """Refuse the servers that the job goes on without. ``replaced``: rank -> term."""
         out = [
-            _refuse(r.ident, f"this server has been replaced in term {replaced[r.rank]}", True)
+            _dismissed(r, f"this server has been replaced in term {replaced[r.rank]}")
             for r in [*job.servers.values(), *job.failed_servers()]
             if r.rank in replaced
         ]
-        return out + [_refuse(r.ident, _STRANGER, over=True) for r in job.strangers()]
+        return out + [_dismissed(r, _STRANGER) for r in job.strangers()]
 
     def _refuse_failed(self, job: Returning, replaced: Mapping[int, int]) -> list[Output]:
         """Refuse the servers that have failed, once it is known what replaces them."""
@@ -581,16 +587,11 @@ def _refuse(ident: bytes, reason: str, over: bool) -> Output:
 def _dismissed(report: Report, text: str) -> Output:
     """Return the message that ends a node without which the job goes on.
 
-    GOODBYE for a worker that wants to leave, else REFUSED with ``text``.
+    GOODBYE for one that wants to leave, else REFUSED with ``text``.
     """
     if report.leaves:
         return report.ident, {"type": "GOODBYE"}
     return _refuse(report.ident, text, over=True)
-
-
-def _leaves(m: dict[str, Any]) -> bool:
-    """Whether AGAIN ``m`` comes from a worker that has stopped and waits for its GOODBYE."""
-    return m["role"] == "worker" and bool(m["state"]["leaves"])
 
 
 def _message(t: Term) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Report:
     ``failure``: why the job has failed, as far as the node knows. ``bye``: the failure in its BYE;
     None: it has not said BYE. ``parts``: number of KNOWN that have not come yet. ``broken``: lanes
     (worker) or ranks (server) to which it has lost the data connection. The other fields are those
-    of AGAIN's ``state``: up to ``known`` of a worker, the others of a server. A worker that does
-    not speak to servers has not heard of servers that came late.
+    of AGAIN's ``state``: up to ``known`` of a worker, the others of a server, ``leaves`` of both.
+    A worker that does not speak to servers has not heard of servers that came late.
     """
 
     ident: bytes
@@ -140,7 +140,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     if report.role == "server":
         report.marked = [_number(rank) for rank in state["joined"]]
         report.dropped = {_number(rank): _number(term) for rank, term in state["dropped"]}
-        report.heard = _number(state["heard"])
+        report.heard, report.leaves = _number(state["heard"]), bool(state["leaves"])
         report._take_numbers(state)
         report.entered = {_number(rank): _number(term) for rank, term in state["entered"]}
         report.left = {_number(r): (_text(host), _number(pid)) for r, host, pid in state["left"]}

@@ -339,7 +339,8 @@ class Server:
         """Return the fields of AGAIN, for a restarted scheduler."""
         heard = max((lane.latest_term for lane in self._lanes), default=0)
         numbers = self._numbers_named()
-        return self._marks.report(self._failure, self._broken.ranks, heard, numbers), []
+        fields = self._marks.report(self._failure, self._broken.ranks, heard, numbers, self._asked)
+        return fields, []
 
     def _numbers_named(self) -> dict[str, Any]:
         """Return the numbers of slots and keys that workers have named to the lanes."""

@@ -87,13 +87,19 @@ class Marks:
         return self._workers - set(self.dropped)
 
     def report(
-        self, failure: str, broken: Iterable[int], heard: int, numbers: Mapping[str, Any]
+        self,
+        failure: str,
+        broken: Iterable[int],
+        heard: int,
+        numbers: Mapping[str, Any],
+        leaves: bool,
     ) -> dict[str, Any]:
         """Return the fields of AGAIN.
 
         ``failure``: why the job has failed here, or "". ``broken``: ranks of workers whose
         connections have ended. ``heard``: the latest term of which workers have told a lane.
-        ``numbers``: ``slots`` and ``key``, as in a worker's AGAIN.
+        ``numbers``: ``slots`` and ``key``, as in a worker's AGAIN. ``leaves``: this server has
+        asked to leave.
         """
         return {
             "size": self._size,
@@ -106,6 +112,7 @@ class Marks:
                 "entered": sorted(self.entered.items()),
                 "broken": sorted(broken),
                 "heard": heard,
+                "leaves": leaves,
                 **numbers,
             },
         }
