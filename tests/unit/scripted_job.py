@@ -139,6 +139,7 @@ class Worker(Node):
         self.said: dict[int, str] = {}  # what CONNECTED has said of servers that came late
         self.passed, self.stop = 0, 0
         self.meeting, self.fresh, self.wants = -1, False, False
+        self.anew = False  # no meeting of the present scheduler has been called yet
         self.cleared = 0
         self.order = list(range(world.workers_n))
 
@@ -218,6 +219,7 @@ class Worker(Node):
         return fields, parts(self.decisions.known(self.declared))
 
     def resume(self) -> None:
+        self.anew = True
         for (name, _), given in self.declared.items():
             if given.state == "asked":
                 self._ask(name, given)
@@ -266,14 +268,14 @@ class Worker(Node):
             self.decisions.joins += 1
             self.decisions.last = m["last"]
         elif kind == "SOON":
-            assert self.place == "free"
-            self.place, self.meeting = "asked", m["meeting"]
+            assert self.place == "free" or self.anew
+            self.place, self.meeting, self.anew = "asked", m["meeting"], False
             self.send("AT", meeting=self.meeting, boundary=self.passed)
         elif kind == "MEET":
             assert self.place == "asked" and m["boundary"] > self.passed
             self.place, self.stop, self.tells = "bound", m["boundary"], m["tells"]
         elif kind == "OFF":
-            self.place = "free"
+            self.place, self.anew = "free", False
         elif kind == "TERM":
             self.begin_term(m)
         elif kind == "LANES":

@@ -8,6 +8,7 @@ import pytest
 
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.scheduler.growing import CONNECT_SECONDS
+from bpsx.scheduler.meetings import MeetingState
 from bpsx.scheduler.states import Handover, JobState
 from unit.scheduler_tools import config, declare, hello, kinds, late_server, members
 from unit.scripted_job import GRACE, Newcomer, World
@@ -17,18 +18,28 @@ from unit.test_shrinking import SHRINK, moved, shrinking
 def lost_one(workers: int = 3, servers: int = 1, met: bool = False):
     """A job that has lost worker 1, and the HELLO of one in its place."""
     m = shrinking(workers, servers)
-    m.gone(b"w1", "cut", 0.5)
+    out = m.gone(b"w1", "cut", 0.5)
+    assert [x["type"] for ident, x in out if ident == b"w0"] == ["SOON", "TERM"]
     for rank in range(workers):
         moved(m, b"w%d" % rank, 1)
-    m._unsaid = not met
+    if met:
+        m._unsaid = False
+        assert set(kinds(m.tend(0.5)).values()) == {"OFF"}
     given = hello("worker", 1, workers, servers, pid=555, config=m.nodes[b"w0"].config)
     return m, given
+
+
+def called(m, *live: bytes) -> None:
+    """Have the workers meet, unless they have been asked to because of a loss."""
+    if m._meeting.state is MeetingState.IDLE:
+        assert kinds(m.tend(1.0)) == dict.fromkeys(live, "SOON")
+    assert m._meeting.state is MeetingState.ASKING and m._meeting.awaited.issuperset(live)
 
 
 def gathered(m, given, *live: bytes, number: int = 1) -> dict:
     """Bring a newcomer's meeting to where it connects; returns its WELCOME."""
     m.hello(b"n%d" % number, given)
-    assert kinds(m.tend(1.0)) == dict.fromkeys(live, "SOON")
+    called(m, *live)
     for i, ident in enumerate(live):
         m.said_at(ident, {"meeting": 1, "boundary": 5 + i})
     meet = m.tend(1.0)
@@ -77,7 +88,9 @@ def test_losses_wait_until_a_newcomer_has_entered(cleared_first):
     if not cleared_first:
         assert not out
         out = m.cleared(b"s0", {"generation": 0})
-    terms = [x for ident, x in out if ident == b"w0"]
+    told = [x for ident, x in out if ident == b"w0"]
+    assert [x["type"] for x in told] == ["TERM", "SOON", "TERM", "TERM", "TERM"]
+    terms = [x for x in told if x["type"] == "TERM"]
     assert [(x["term"], x["entered"], x["dropped"]) for x in terms] == [
         (2, [1], []), (3, [], [1]), (4, [], [2]), (5, [], []),
     ]  # fmt: skip
@@ -90,7 +103,7 @@ def test_with_replace_workers_wait_where_they_have_stopped():
     m.gone(b"w1", "cut", 0.5)
     moved(m, b"w0", 1), moved(m, b"w2", 1)
     given = hello("worker", 1, 3, 1, pid=555, config=m.nodes[b"w0"].config)
-    assert set(kinds(m.tend(1.0)).values()) == {"SOON"}
+    called(m, b"w0", b"w2")
     for ident in (b"w0", b"w2"):
         m.said_at(ident, {"meeting": 1, "boundary": 5})
     assert {x["tells"] for _, x in m.tend(1.0)} == {True, False}
@@ -118,13 +131,15 @@ def test_with_replace_workers_wait_where_they_have_stopped():
 
 
 @pytest.mark.parametrize("elastic", ["shrink", "replace"])
-def test_workers_are_asked_to_meet_as_soon_as_one_is_lost(elastic):
+def test_workers_are_asked_to_meet_before_they_hear_of_a_loss(elastic):
     """Each further step is one with fewer gradients. They part when all keys have moved."""
     m = shrinking(3, 1, BPSX_ELASTIC=elastic)
     m.elastic_wait = 30.0
-    m.gone(b"w1", "cut", 0.5)
+    out = m.gone(b"w1", "cut", 0.5)
     assert m.terms.state is Handover.MOVING
-    assert kinds(m.tend(0.5)) == {b"w0": "SOON", b"w2": "SOON"}
+    for worker in (b"w0", b"w2"):
+        assert [x["type"] for ident, x in out if ident == worker] == ["SOON", "TERM"]
+    assert m.tend(0.5) == []
     for ident in (b"w0", b"w2"):
         m.said_at(ident, {"meeting": 1, "boundary": 5})
     assert kinds(m.tend(0.5)) == {b"w0": "MEET", b"w2": "MEET"}
@@ -227,9 +242,13 @@ def test_a_newcomer_waits_until_the_one_before_is_known_to_be_dead():
     m, given = lost_one(met=True)
     ((_, status),) = m.hello(b"n3", {**given, "rank": 0})
     assert "the end of worker 0 (h, pid 100)" in status["missing"] and not m.tend(1.0)
-    m.gone(b"w0", "silent", 5.0)
+    out = m.gone(b"w0", "silent", 5.0)
+    assert [x["type"] for ident, x in out if ident == b"w2"] == ["SOON", "TERM"]
     m.moved(b"w2", {"term": 2, "partitions": 0, "again": 0}, 5.0)
-    assert kinds(m.tend(6.0)) == {b"w2": "SOON"}
+    m.said_at(b"w2", {"meeting": 2, "boundary": 5})
+    assert kinds(m.tend(6.0)) == {b"w2": "MEET"}
+    m.here(b"w2", {"meeting": 2, "names": "x"})
+    assert kinds(m.tend(6.0)) == {b"n3": "WELCOME"}
 
 
 def test_two_workers_with_one_number_are_an_error():

@@ -11,7 +11,7 @@ from bpsx.scheduler import messages
 from bpsx.scheduler.states import JobState
 from unit.scheduler_tools import hello, kinds, running
 from unit.scripted_job import World
-from unit.test_growing import all_agree, gathered, lost_one, take_some
+from unit.test_growing import all_agree, called, gathered, lost_one, take_some
 from unit.test_shrinking import moved, shrinking
 
 
@@ -30,7 +30,7 @@ def stop(m: Any, *live: bytes) -> list[Any]:
 
 def meet(m: Any, *live: bytes) -> list[Any]:
     """Bring the workers to the first boundary; returns what follows."""
-    assert kinds(m.tend(1.0)) == dict.fromkeys(live, "SOON")
+    called(m, *live)
     for ident in live:
         m.said_at(ident, {"meeting": m._meeting.number, "boundary": 5})
     assert kinds(m.tend(1.0)) == dict.fromkeys(live, "MEET")

@@ -382,6 +382,36 @@ def test_a_worker_that_leaves_stops_twice_and_is_let_go(
     assert ours.failure == "", "it concerns the others"
 
 
+def test_another_scheduler_may_ask_a_worker_anew_that_has_stopped(
+    session: Callable[[bool], tuple[Session, Core, Link, Lanes]],
+) -> None:
+    """It goes on from where it is, and stops at the next boundary."""
+    ours, core, link, _ = session(True)
+    ours.shrinks = True
+    ours._settle = lambda: None  # type: ignore[method-assign]
+    ours._names_for_newcomers = lambda: ""  # type: ignore[method-assign]
+
+    told = {"type": "SOON", "meeting": 1}, {**TERM, "moves": [], "met": True}
+
+    def scheduler() -> None:
+        for count, message in enumerate(told, 1):
+            while len([kind for kind, _ in link.sent if kind == "HERE"]) < count:
+                time.sleep(0.001)
+            ours._handle(message)
+            if count == 1:
+                assert link.sent[-1] == ("AT", {"meeting": 1, "boundary": 1})
+                ours._handle({"type": "MEET", "meeting": 1, "boundary": 2, "tells": False})
+
+    ours._handle({"type": "SOON", "meeting": 3})
+    ours._handle({"type": "MEET", "meeting": 3, "boundary": 1, "tells": False})
+    thread = threading.Thread(target=scheduler)
+    thread.start()
+    assert [ours.pass_boundary() for _ in range(2)] == [Change(), Change()]
+    thread.join()
+    assert [kind for kind, _ in link.sent] == ["AT", "HERE", "AT", "HERE"]
+    assert ours.state is Life.RUNNING
+
+
 # ---- entering the job
 
 

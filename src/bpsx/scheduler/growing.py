@@ -401,10 +401,17 @@ class Growing(Leaving):
         """See :class:`~bpsx.scheduler.shrinking.Shrinking`.
 
         The scripts have to agree on the moment at which they divide data and learning rates anew.
+        SOON goes before TERM, with which a script may pass many boundaries at once.
         """
         self._unsaid = True
         self._fresh.difference_update(node.rank for node in lost)
-        return super()._lose_workers(lost, text, now, planned)
+        out = super()._lose_workers(lost, text, now, planned)
+        return self._call_at_once(now) + out
+
+    def _call_at_once(self, now: float) -> list[Output]:
+        """Ask the workers to meet because of a loss, unless they meet already or cannot."""
+        idle = self.state is JobState.RUNNING and self._meeting.state is MeetingState.IDLE
+        return self._call(now) if idle and self._unsaid else []
 
     def _fixed_workers(self, lost: Node | None = None) -> str:
         """See :class:`~bpsx.scheduler.shrinking.Shrinking`."""

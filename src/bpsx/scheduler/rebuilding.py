@@ -12,6 +12,7 @@ from typing import Any
 from bpsx.scheduler.arrivals import Arrival, lanes_message
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.growing import Newcomer
+from bpsx.scheduler.meetings import MeetingState
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.registry import RegisteredTensor
 from bpsx.scheduler.reports import Report, Term, parse
@@ -223,7 +224,8 @@ class Rebuilding(Membership):
         out += self._send_lanes(job, known) + self._send_terms(job, longest)
 
         def catch_up() -> list[Output]:
-            done = self._skip_terms(job)
+            done = self._meet_anew([r.ident for r in job.workers.values()], now)
+            done += self._skip_terms(job)
             done += self._lose_absent(job, [known[rank] for rank in absent], now)
             done += self._refuse_failed(job, replaced)
             done += self._drop_again(job, now)
@@ -233,7 +235,7 @@ class Rebuilding(Membership):
             for r in back:
                 if r.bye is not None:
                     done += self.bye(r.ident, {"failure": r.bye}, now)
-            return done + self._to_all({"type": "OFF", "meeting": 0, "text": "the scheduler died"})
+            return done
 
         term, ranks = job.unfinished_entry()
         if not ranks:
@@ -241,6 +243,17 @@ class Rebuilding(Membership):
         self._held.append(catch_up)
         gone = [known[rank].ident for rank in absent]
         return out + self._finish_entry(job, term, ranks, gone, now)
+
+    def _meet_anew(self, workers: list[bytes], now: float) -> list[Output]:
+        """End the meeting of the scheduler before, if there was one; after a loss, call another.
+
+        ``workers``: those that have come back.
+        """
+        out = [(ident, m) for ident, m in self._call_at_once(now) if ident in workers]
+        if self._meeting.state is not MeetingState.IDLE:  # SOON ends the other meeting, too
+            return out
+        off = {"type": "OFF", "meeting": 0, "text": "the scheduler died"}
+        return out + [(ident, off) for ident in workers]
 
     def _finish_entry(
         self, job: Returning, term: int, ranks: list[int], absent: list[bytes], now: float

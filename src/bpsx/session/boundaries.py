@@ -57,9 +57,19 @@ PLACE: Table[Place, PlaceEvent] = Table(
             PlaceEvent.MET: Place.FREE,
             PlaceEvent.OFF: Place.FREE,
         },
-        Place.ASKED: {PlaceEvent.MEET: Place.BOUND, PlaceEvent.OFF: Place.FREE},
-        Place.BOUND: {PlaceEvent.STOPPED: Place.HERE, PlaceEvent.OFF: Place.FREE},
+        # SOON in a meeting: another scheduler calls the next one.
+        Place.ASKED: {
+            PlaceEvent.MEET: Place.BOUND,
+            PlaceEvent.SOON: Place.ASKED,
+            PlaceEvent.OFF: Place.FREE,
+        },
+        Place.BOUND: {
+            PlaceEvent.STOPPED: Place.HERE,
+            PlaceEvent.SOON: Place.ASKED,
+            PlaceEvent.OFF: Place.FREE,
+        },
         Place.HERE: {
+            PlaceEvent.SOON: Place.ASKED,
             PlaceEvent.MET: Place.FREE,
             PlaceEvent.ANNOUNCED: Place.BOUND,
             PlaceEvent.LET_GO: Place.FREE,
