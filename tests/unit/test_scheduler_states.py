@@ -31,6 +31,7 @@ from unit.scheduler_tools import (
     declare,
     elastic,
     hello,
+    kinds,
     late_server,
     members,
     running,
@@ -134,7 +135,7 @@ def assert_sound(m: Membership) -> None:
         assert node.presence in (*here, Presence.LEFT)
         assert begun or not node.left or m.state is JobState.FAILED
         assert (node.hearing is Hearing.UNHEARD) == (node.unconfirmed > 0)
-        assert node.hearing is Hearing.HEARD or node.presence in (Presence.LIVE, Presence.LEAVING)
+        assert node.hearing is Hearing.HEARD or node.presence is Presence.LIVE
         assert bool(node.goodbye) >= (node.presence is Presence.LEAVING)
         if node.role == "server":
             assert (node.hearing, node.supply) == (Hearing.HEARD, Supply.PUSHING)
@@ -188,6 +189,22 @@ def test_states_are_sound_while_a_job_runs(asynchronous, happening):
     for what, who, n in happening:
         step(m, what, who, n, asynchronous)
         assert_sound(m)
+
+
+def test_one_that_has_asked_to_leave_confirms_no_error() -> None:
+    """All have asked to leave, and none of them would ever say HEARD."""
+    m = elastic(3, 2)
+    m.declare(b"w1", declare("a", [4]))
+    m.gone(b"s0", "cut")
+    m.bye(b"w2", {"failure": ""})
+    assert m.nodes[b"w2"].presence is Presence.LEAVING
+    out = m.declare(b"w2", declare("a", [5]))
+    assert kinds(out) == {b"w1": "FAILED", b"w2": "FAILED"}
+    assert_sound(m)
+    for who in (b"w0", b"w1"):
+        m.bye(who, {"failure": ""})
+        assert_sound(m)
+    assert m.state is JobState.DONE
 
 
 @pytest.fixture

@@ -206,10 +206,12 @@ class Membership(Growing):
 
         None of them may join or leave before all have confirmed it. Otherwise, the servers' sums or
         reports about such a worker could arrive first, and be taken for a success or for the cause.
+        One that has asked to leave needs to confirm nothing.
         """
         out = []
         for worker in workers:
-            self._roster.error_sent(worker)
+            if worker.presence is Presence.LIVE:
+                self._roster.error_sent(worker)
             out.append((worker.ident, message))
         return out
 
