@@ -20,7 +20,7 @@ from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.gpu.device cimport Device
 from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
-from bpsx.core.local.neighbour cimport Group as CMachine
+from bpsx.core.local.neighbour cimport Machine as CMachine
 from bpsx.core.loop cimport (
     background, codec_thread, end_all, pause, return_coded, kick, submit, tell_news, wait_for,
 )

@@ -360,12 +360,12 @@ def test_processes_that_cannot_connect_to_each_other_are_named(tmp_path):
 def test_a_root_killed_at_the_meeting_leaves_no_socket(tmp_path):
     source = """
         import bpsx, bpsx.session.session, sys
-        meet = bpsx.local.group.meet
+        meet = bpsx.local.neighbourhood.meet
         def meet_later(*given):
             report("here")
             sys.stdin.readline()
             return meet(*given)
-        bpsx.local.group.meet = meet_later
+        bpsx.local.neighbourhood.meet = meet_later
         bpsx.init()
     """
     with Job(
@@ -390,12 +390,12 @@ def test_limits_that_leave_no_room_for_shares_are_named():
     for limit, said in (("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")):
         source = f"""
             import bpsx, bpsx.session.session, resource
-            meet = bpsx.local.group.meet
+            meet = bpsx.local.neighbourhood.meet
             def meet_with_less(*given):
                 most = 1 << 32 if "{limit}" == "RLIMIT_AS" else 1 << 20
                 resource.setrlimit(resource.{limit}, (most, most))
                 return meet(*given)
-            bpsx.local.group.meet = meet_with_less
+            bpsx.local.neighbourhood.meet = meet_with_less
             bpsx.init()
         """
         with Job(source, 2, 0, processes=2) as job:

@@ -28,7 +28,7 @@ from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
-from bpsx.local.group import Neighbourhood
+from bpsx.local.neighbourhood import Neighbourhood
 from bpsx.plugin.compression_params import choose
 from support.codec_tools import Coder
 

@@ -37,7 +37,7 @@ from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.kernels.codecs import compressor
 from bpsx.kernels.low_rank import load_steps
-from bpsx.local.group import Neighbourhood
+from bpsx.local.neighbourhood import Neighbourhood
 from bpsx.planning.partitioner import most_bytes
 from bpsx.planning.stages import MachineRole, stages_for
 

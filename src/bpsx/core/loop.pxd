@@ -9,7 +9,7 @@ from bpsx.core.commit cimport commit_groups
 from bpsx.core.keep cimport acknowledge_all
 from bpsx.core.partition cimport ENDED, SUBMITTED, EndCallback, Partition, Task, Tensor, Term
 from bpsx.core.gpu.copies cimport awaited, pump_gpu
-from bpsx.core.local.group cimport fall_asleep, serves_others, ring_bells, stay_awake
+from bpsx.core.local.posts cimport fall_asleep, serves_others, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
 from bpsx.core.local.reduce cimport take_departures, pump_machine, take_early
 from bpsx.core.send cimport pump_out

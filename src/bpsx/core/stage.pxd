@@ -7,8 +7,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
 from bpsx.core.gpu.device cimport mark_end
-from bpsx.core.local.neighbour cimport Group
-from bpsx.core.local.group cimport all_shares_in, know_tensor, post_results, tell_root
+from bpsx.core.local.neighbour cimport Machine
+from bpsx.core.local.posts cimport all_shares_in, know_tensor, post_results, tell_root
 from bpsx.core.codec.low_rank cimport is_on_factors, pieces_of
 from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport (
@@ -118,7 +118,7 @@ cdef inline void give_to_pool(Core *c, Partition *p) noexcept nogil:
 
 cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
     """As `enter`, for the stages of NCCL, the copy engines and the machine's other processes."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     cdef bint root = m != NULL and m.me == m.root
     cdef Heap *queue = NULL
@@ -398,7 +398,7 @@ cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
     return n
 
 
-cdef inline bint find_missing_process(Group *m, uint32_t *who, bint under_way) noexcept nogil:
+cdef inline bint find_missing_process(Machine *m, uint32_t *who, bint under_way) noexcept nogil:
     """Whether a round lacks a process of this machine that has left the job.
 
     A round that begins lacks it if any process has left, because that process took part only in

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.gpu.device cimport N_STREAMS, Device
-from bpsx.core.local.neighbour cimport Group
+from bpsx.core.local.neighbour cimport Machine
 from bpsx.core.partition cimport (
     CommitGroup, Counters, Heap, Lane, Partition, PinnedBlock, Server, Task, Tasks, Tensor, Term,
 )
@@ -119,7 +119,7 @@ cdef struct Ended:              # finished tasks; guarded by the monitor
     Task *last_on_gpu
 
 cdef struct Busy:               # written with the monitor held, read by any thread
-    # tasks submitted and not finished, plus 1 while Group.unsent, Moving.terms or Lanes.greeted
+    # tasks submitted and not finished, plus 1 while Machine.unsent, Moving.terms or Lanes.greeted
     int64_t outstanding
     int64_t since               # time at which `outstanding` last became positive
     int64_t total               # nanoseconds in which it was positive, up to then
@@ -176,7 +176,7 @@ cdef struct Core:
     Settings settings
     # threads that compress on the host, and copy answers; NULL: the driver copies all answers
     Pool *pool
-    Group *machine              # NULL: no other process of this machine shares the work
+    Machine *machine              # NULL: no other process of this machine shares the work
     Gpu *gpu                    # NULL: no tensor on a GPU so far; set once, by any thread
 
     Monitor monitor

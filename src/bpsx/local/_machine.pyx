@@ -17,7 +17,7 @@ from libc.string cimport memcpy, memset
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.core.local.neighbour cimport MOST_ROOTS, N_DTYPES, Group as CMachine, Neighbour
+from bpsx.core.local.neighbour cimport MOST_ROOTS, N_DTYPES, Machine as CMachine, Neighbour
 from bpsx.core.gpu.pinned_pool cimport SLAB
 from bpsx.core.local.ring cimport NOTICE_BYTES, Board, Ring, Segment
 from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store

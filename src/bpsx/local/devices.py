@@ -15,7 +15,7 @@ from bpsx._core import Core
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import ConfigError
-from bpsx.local.group import Neighbourhood
+from bpsx.local.neighbourhood import Neighbourhood
 from bpsx.planning.partitioner import most_bytes
 
 if TYPE_CHECKING:

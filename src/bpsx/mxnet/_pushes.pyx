@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free, malloc
 from bpsx.plugin.adapter cimport Handle
 from bpsx.plugin._async_ops cimport CallPlan, end_call, keep, python_ends, submit
 from bpsx.plugin.async_op cimport (
-    ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call,
+    ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, CallPart, drop_dims, free_call, new_call,
     room_for_dims,
 )
 from bpsx.system.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
@@ -463,7 +463,7 @@ cdef Push *next_due(OpOrder *turn) noexcept nogil:
 
 
 cdef void take_array(Push *made) noexcept nogil:
-    cdef Part *part = &made.call.parts[0]
+    cdef CallPart *part = &made.call.parts[0]
     cdef const int64_t *dims = NULL         # MXNet's memory, valid until this thread's next call
     cdef int64_t *ours
     cdef void *data = NULL

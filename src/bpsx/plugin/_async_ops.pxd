@@ -10,7 +10,7 @@ cdef void queue(Call *call) noexcept nogil
 cdef void end_call(Call *call) noexcept nogil
 cdef void throw_away(Waste *waste) noexcept nogil
 
-cdef class Kept:
+cdef class OwnedMemory:
     cdef void *what
     cdef void (*free)(void *what) noexcept nogil
 

@@ -2,7 +2,7 @@ from collections.abc import Mapping, Sequence
 
 from bpsx.plugin.steps import Step
 
-class Kept: ...
+class OwnedMemory: ...
 
 class CallPlan:
     @property

@@ -10,7 +10,7 @@ from bpsx.system.sync cimport (
 )
 from bpsx.plugin.async_op cimport (
     ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED,
-    TOLD, Call, Calls, Part, Waste, enqueue, free_call, mark_failed, part_over, put_failed,
+    TOLD, Call, Calls, CallPart, Waste, enqueue, free_call, mark_failed, part_over, put_failed,
     put_over, wait_for_calls,
 )
 
@@ -181,7 +181,7 @@ cdef class CallPlan:
         self.step, self.key = step, -1
 
 
-cdef class Kept:
+cdef class OwnedMemory:
     """Owns memory that the transport may still be sending, and frees it with the last reference."""
 
     def __dealloc__(self):
@@ -195,9 +195,9 @@ cdef object keep(void *what, void (*free)(void *what) noexcept nogil):
     A handle refers to the object for as long as the transport may still be sending the memory.
     ``what`` may be NULL.
     """
-    cdef Kept kept = Kept.__new__(Kept)
-    kept.what, kept.free = what, free
-    return kept
+    cdef OwnedMemory owned = OwnedMemory.__new__(OwnedMemory)
+    owned.what, owned.free = what, free
+    return owned
 
 
 cdef void begin(Call *call) noexcept:
@@ -265,7 +265,7 @@ cdef void count(Call *call) noexcept:
             step.count()
 
 
-cdef begin_part(session, CallPlan plan, uint32_t i, Part *part):
+cdef begin_part(session, CallPlan plan, uint32_t i, CallPart *part):
     shape = tuple([part.dims[d] for d in range(part.n_dims)])
     dtype = plan.dtypes.get(part.dtype, "")
     if not dtype:       # a broadcast, which treats elements as bytes
@@ -293,7 +293,7 @@ cdef begin_part(session, CallPlan plan, uint32_t i, Part *part):
     )
 
 
-cdef stage(Part *part):
+cdef stage(CallPart *part):
     """Have the part push a copy of its source, and return the copy.
 
     When a call fails, the caller frees its memory while the transport may still be sending.
@@ -309,7 +309,7 @@ cdef stage(Part *part):
 
 cdef void part_ended(EndCallback *at_end, int64_t status) noexcept nogil:
     """Handle the end of a part; the core calls this."""
-    cdef Part *part = <Part *>at_end
+    cdef CallPart *part = <CallPart *>at_end
     if status < 0:
         mark_failed(&calls, part.call, part - part.call.parts + 1)
     over(part.call)

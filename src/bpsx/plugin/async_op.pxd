@@ -18,7 +18,7 @@ cdef enum Why:                  # Abseil's status codes, which TensorFlow and XL
     ABORTED = 10
     INTERNAL = 13
 
-cdef struct Part:
+cdef struct CallPart:
     EndCallback at_end          # First field: the callback gets its address from the core.
     Call *call
     # Memory that is pushed; the result goes to ``target``, which may be the same memory.
@@ -56,7 +56,7 @@ cdef struct Call:               # First field of the caller's own struct.
     bint awaited                # `held` has a step, whose other calls wait until it is counted.
     bint counted                # Its step knows that it has begun, or never will.
     uint32_t n                  # Number of parts.
-    Part *parts
+    CallPart *parts
     Call *next
 
 # First field of a struct that holds a Python object and is freed by a thread with the GIL.
@@ -84,7 +84,7 @@ cdef inline Call *new_call(uint32_t n, const Caller *caller, size_t n_bytes) noe
     cdef uint32_t i
     if call == NULL:
         return NULL
-    call.parts = <Part *>calloc(n + 1, sizeof(Part))
+    call.parts = <CallPart *>calloc(n + 1, sizeof(CallPart))
     if call.parts == NULL:
         free(call)
         return NULL
@@ -96,7 +96,7 @@ cdef inline Call *new_call(uint32_t n, const Caller *caller, size_t n_bytes) noe
     return call
 
 
-cdef inline int64_t *room_for_dims(Part *part) noexcept nogil:
+cdef inline int64_t *room_for_dims(CallPart *part) noexcept nogil:
     """Return storage for the part's ``n_dims`` dimensions, valid until :func:`drop_dims`.
 
     Without memory, return NULL and set ``n_dims`` to 0.
@@ -111,7 +111,7 @@ cdef inline int64_t *room_for_dims(Part *part) noexcept nogil:
     return more
 
 
-cdef inline void drop_dims(Part *part) noexcept nogil:
+cdef inline void drop_dims(CallPart *part) noexcept nogil:
     if part.dims != part.few:
         free(<void *>part.dims)
         part.dims = part.few

@@ -14,7 +14,7 @@ from bpsx import errors
 from bpsx._core import Core
 from bpsx.config import Config
 from bpsx.kernels.plugins import import_compressors
-from bpsx.local.group import Neighbourhood
+from bpsx.local.neighbourhood import Neighbourhood
 from bpsx.planning.partitioner import whole_pages
 from bpsx.scheduler import failing
 from bpsx.scheduler.client import SchedulerLink

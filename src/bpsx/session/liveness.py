@@ -11,7 +11,7 @@ from bpsx.config import Config
 from bpsx.core._late_lanes import LateLanes
 from bpsx.errors import Status
 from bpsx.local.devices import Devices
-from bpsx.local.group import Neighbourhood
+from bpsx.local.neighbourhood import Neighbourhood
 from bpsx.scheduler.client import Report
 from bpsx.session.boundaries import Boundaries
 from bpsx.session.company import Company

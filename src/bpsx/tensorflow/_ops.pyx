@@ -14,7 +14,7 @@ from bpsx.plugin._async_ops cimport (
     CallPlan, end_call, keep, python_ends, queue, submit, throw_away,
 )
 from bpsx.plugin.async_op cimport (
-    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part,
+    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, CallPart,
     free_call, new_call, room_for_dims,
 )
 from bpsx.system.sync cimport (
@@ -332,7 +332,7 @@ cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
     """Find a part's input and output; they share memory if no other operation reads the input."""
     cdef void *given = NULL
     cdef int forwarded = -1, index = <int>i
-    cdef Part *part = &made.call.parts[i]
+    cdef CallPart *part = &made.call.parts[i]
     api.get_input(made.context, index, &given, status)
     if api.code(status) != OK:
         return
@@ -352,7 +352,7 @@ cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
             part.source = <char *>api.data(part.given)
 
 
-cdef void take_shape(Part *part, void *tensor, void *status) noexcept nogil:
+cdef void take_shape(CallPart *part, void *tensor, void *status) noexcept nogil:
     cdef int d
     cdef int64_t *dims
     part.n_dims, part.n_bytes, part.dtype = (

@@ -5,7 +5,7 @@ from libc.string cimport memset, strlen
 
 from bpsx.plugin._async_ops cimport CallPlan, end_call, python_ends, submit
 from bpsx.plugin.async_op cimport (
-    ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call,
+    ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, CallPart, free_call,
     new_call,
 )
 from bpsx.tensorflow.xla_abi cimport (
@@ -88,7 +88,7 @@ cdef inline size_t size_of(int dtype) noexcept nogil:
     return 16 if dtype == 18 else 8
 
 
-cdef void take_buffers(Part *part, Buffer *source, Buffer *target) noexcept nogil:
+cdef void take_buffers(CallPart *part, Buffer *source, Buffer *target) noexcept nogil:
     cdef int64_t d
     part.n_bytes = size_of(source.dtype)
     for d in range(source.n_dims):

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free
 
-from bpsx.plugin.async_op cimport Call, Part, Waste, drop_dims
+from bpsx.plugin.async_op cimport Call, CallPart, Waste, drop_dims
 from bpsx.system.sync cimport atomic_add
 from bpsx.tensorflow.c_api cimport Api, Done
 
@@ -49,7 +49,7 @@ cdef struct Ending:             # An execution of BpsxEnd.
 
 cdef inline void drop_tensors(Api *api, Call *call) noexcept nogil:
     """Release TensorFlow's tensors, except those whose ownership has moved elsewhere."""
-    cdef Part *part
+    cdef CallPart *part
     cdef uint32_t i
     for i in range(call.n):
         part = &call.parts[i]

@@ -20,7 +20,7 @@ from bpsx.torch._gradients import Managed, version
 from bpsx.torch.bucket import GradientInfo, bucket_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.exchange_round import ExchangeRound, ended, raise_first, zero_gradient
-from bpsx.torch.gradient_kinds import Kind, KindAgreement
+from bpsx.torch.gradient_kinds import GradientKind, KindAgreement
 from bpsx.torch.names import ExchangeOwner
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
 from bpsx.torch.order_errors import (
@@ -253,7 +253,9 @@ class Exchange:
                 self._push(managed)
         # From here to the wait, the other parameters' hooks need not look at the exchange.
         managed.quick = (
-            managed.kind is Kind.DENSE and not managed.rivalled and self._goes_together(managed)
+            managed.kind is GradientKind.DENSE
+            and not managed.rivalled
+            and self._goes_together(managed)
         )
         self._bucket.quick = self.has_quick_hooks
 
@@ -461,12 +463,12 @@ class Exchange:
         if session is not self._session or session.entries != self._entries:
             self._session, self._entries, self._late_usage = session, session.entries, None
             for managed in self._managed:
-                managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False
+                managed.kind, managed.quick = GradientKind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:
                     session.declare(managed.info.wire, self.choices[managed.name])
 
     def _push(self, managed: Managed) -> None:
-        if managed.kind is Kind.SPARSE:
+        if managed.kind is GradientKind.SPARSE:
             self._push_sparse(managed)
             return
         parameter = managed.parameter
@@ -530,7 +532,7 @@ class Exchange:
             total = pushed.wait()
             managed.receive()
             if pushed.dense:  # dense on all workers: push it again, dense from now on
-                managed.kind = Kind.DENSE
+                managed.kind = GradientKind.DENSE
                 self._push(managed)
                 self._receive(managed)
             else:

@@ -14,7 +14,7 @@ from bpsx.torch.ops import Handle
 from bpsx.torch.submit import submit
 
 
-class Kind(Enum):
+class GradientKind(Enum):
     """Form in which a parameter's gradient travels, the same on all workers."""
 
     DENSE = "dense"
@@ -79,11 +79,12 @@ class KindAgreement:
                     )
                 )
             elif sparse or dense:
-                m.kind, m.sparse_dim = (Kind.SPARSE, dims // sparse) if sparse else (Kind.DENSE, 1)
+                m.kind = GradientKind.SPARSE if sparse else GradientKind.DENSE
+                m.sparse_dim = dims // sparse if sparse else 1
             else:
                 m.wanted = False
                 if self._decides_early:
-                    m.kind = Kind.DENSE
+                    m.kind = GradientKind.DENSE
         return found
 
 

@@ -21,7 +21,7 @@ from bpsx.torch._gradients import Managed
 from bpsx.torch.compression import Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.exchange_round import ExchangeRound, ended, raise_first
-from bpsx.torch.gradient_kinds import Kind
+from bpsx.torch.gradient_kinds import GradientKind
 from bpsx.torch.module_hooks import Serving
 from bpsx.torch.names import Names
 from bpsx.torch.saved_options import OWN, SavedOptions
@@ -150,7 +150,7 @@ class PendingUpdates(Exchange):
         self.attach()
         now = self._open_round()
         if not any(now.failures) and any(
-            m.kind is Kind.SPARSE for m in self._managed if m.parameter.requires_grad
+            m.kind is GradientKind.SPARSE for m in self._managed if m.parameter.requires_grad
         ):
             return False
         self._push_missing(now)

@@ -9,8 +9,8 @@ from libc.string cimport memset
 from bpsx.core.gpu.device cimport MEAN, SUM
 from bpsx.core.gpu.collectives cimport NOBODY, queue_group
 from bpsx.core.gpu.copies cimport find_place, under_way
-from bpsx.core.local.neighbour cimport PART_BITS, Group
-from bpsx.core.local.group cimport agree, send_post
+from bpsx.core.local.neighbour cimport PART_BITS, Machine
+from bpsx.core.local.posts cimport agree, send_post
 from bpsx.core.partition cimport BROADCAST, EVERYBODY, PUSH, OnGpu, Partition, Task
 from bpsx.core.local.ring cimport GATHERS, IS_BROADCAST, IS_LAUNCH, MORE, ON_GPU, STANDS_IN, Post
 from bpsx.core.queue cimport heap_pop, heap_push
@@ -23,14 +23,14 @@ cdef enum:
     SMALL_SLICE = 1 << 16       # bytes: smaller slices are not worth a copy each
 
 
-cdef inline bint present(Group *m, Partition *p, uint32_t i) noexcept nogil:
+cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
     """Whether a process contributes a share in this round."""
     if i == m.me:
         return p.tensor.current.handle != NULL
     return p.local.shares[i].flags != 0
 
 
-cdef inline uint32_t first_owner(Group *m, Partition *p) noexcept nogil:
+cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
     """A rank within the groups that contributes a share in every group; NOBODY: there is none.
 
     The root's rank is preferred.
@@ -47,7 +47,7 @@ cdef inline uint32_t first_owner(Group *m, Partition *p) noexcept nogil:
     return NOBODY
 
 
-cdef inline uint32_t choose_owner(Group *m, Partition *p) noexcept nogil:
+cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
     """Choose the rank that copies the partition: see OnGpu.owner."""
     cdef uint32_t i
     for i in range(m.size):
@@ -62,7 +62,7 @@ cdef inline uint32_t choose_owner(Group *m, Partition *p) noexcept nogil:
     return EVERYBODY
 
 
-cdef inline uint32_t reduction_of(Group *m, Partition *p) noexcept nogil:
+cdef inline uint32_t reduction_of(Machine *m, Partition *p) noexcept nogil:
     """Choose how a group's GPUs add; `p.divisor` keeps what remains to divide by."""
     cdef bint halves = p.tensor.dtype == 1 or p.tensor.dtype == 2
     cdef bint floats = halves or p.tensor.dtype == 3 or p.tensor.dtype == 4
@@ -77,7 +77,7 @@ cdef inline uint32_t reduction_of(Group *m, Partition *p) noexcept nogil:
 
 cdef inline void fill_launch(Core *c, Partition *p, bint gathers, Post *launch) noexcept nogil:
     """Fill in the LAUNCH for a partition."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     memset(launch, 0, sizeof(Post))
     launch.key = p.key
@@ -99,7 +99,7 @@ cdef inline void fill_launch(Core *c, Partition *p, bint gathers, Post *launch) 
 
 
 cdef inline void post_launch(
-    Group *m, Partition *p, const Post *launch, bint more, int *failed
+    Machine *m, Partition *p, const Post *launch, bint more, int *failed
 ) noexcept nogil:
     cdef Post post
     cdef uint32_t i
@@ -133,7 +133,7 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
 
 cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     """Compare the shares' operations, now that all shares have been posted."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     cdef uint32_t other = 0
     p.local.disagreement.status = 0
@@ -154,7 +154,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
 
 cdef inline bint plan_copies(Core *c, Partition *p) noexcept nogil:
     """Decide which process adds and copies what. False if none can, which ends the round."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     # rank of a broadcast's root; wraps if it is on another machine
     cdef uint32_t i, sender = task.divisor - m.first_rank
@@ -196,7 +196,7 @@ cdef inline int launch_next_group(Core *c) noexcept nogil:
 
     Returns the number of partitions.
     """
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Partition *p
     cdef Partition *following
     cdef uint32_t n = 0

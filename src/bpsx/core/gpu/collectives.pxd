@@ -11,8 +11,8 @@ from bpsx.core.gpu.device cimport (
     item_bytes,
 )
 from bpsx.core.gpu.copies cimport await_end, mark, own_slice, under_way
-from bpsx.core.local.neighbour cimport Group
-from bpsx.core.local.group cimport memory_at, partition_of
+from bpsx.core.local.neighbour cimport Machine
+from bpsx.core.local.posts cimport memory_at, partition_of
 from bpsx.core.partition cimport (
     BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, EVERYBODY, RECORDED,
     REDUCE, OnGpu, Partition, Task,
@@ -59,7 +59,7 @@ cdef inline int end_group(Device *d, int rc) noexcept nogil:
 
 cdef inline int queue_reduction(Core *c, const Post *launch, char *give, char *get) noexcept nogil:
     """Queue the collective that reduces shares. Returns 0, or an error."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(launch.dtype), n = launch.nbytes // item
@@ -97,7 +97,7 @@ cdef inline int queue_reduction(Core *c, const Post *launch, char *give, char *g
 
 cdef inline int queue_gather(Core *c, const Post *launch, char *at) noexcept nogil:
     """Queue the collective that distributes the result's parts in place. Returns 0, or an error."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Device *d = c.gpu.device
     cdef void *stream = d.streams[BETWEEN]
     cdef uint64_t item = item_bytes(launch.dtype), n = launch.nbytes // item
@@ -174,7 +174,7 @@ cdef inline int divide_sum(Core *c, Partition *p, const Post *launch) noexcept n
 
 cdef inline void advance_after_launch(Core *c, Partition *p, const Post *launch) noexcept nogil:
     """Move a partition on after its collective has been queued."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
     cdef int status
@@ -209,7 +209,7 @@ cdef inline int map_place(Core *c, Partition *p, const Post *post) noexcept nogi
 
     Returns 0; E_PROTOCOL if there can be no such place; E_DEVICE if pinning fails.
     """
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
     if (
         slab == NULL

@@ -8,8 +8,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
-from bpsx.core.local.neighbour cimport Group
-from bpsx.core.local.group cimport post_results, tell_root
+from bpsx.core.local.neighbour cimport Machine
+from bpsx.core.local.posts cimport post_results, tell_root
 from bpsx.core.codec.low_rank cimport take_share
 from bpsx.core.codec.packed cimport SLACK
 from bpsx.core.codec.state cimport adopt_counter, correction, head_of, most_bytes
@@ -72,7 +72,7 @@ cdef inline void land(Partition *p) noexcept nogil:
         p.source = p.gpu.host
 
 
-cdef inline void own_slice(Group *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
+cdef inline void own_slice(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
     """Set the bytes of a partition that this process's GPU reduces and copies, by `g.owner`."""
     cdef uint32_t me = m.me % m.gpus.group_size
     if g.owner == EVERYBODY:

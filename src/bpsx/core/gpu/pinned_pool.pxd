@@ -7,7 +7,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.gpu.device cimport Device
-from bpsx.core.local.neighbour cimport PAGE, Group
+from bpsx.core.local.neighbour cimport PAGE, Machine
 from bpsx.core.partition cimport PinnedBlock
 from bpsx.core.state cimport N_KINDS, Places
 from bpsx.transports.abi cimport Endpoint
@@ -36,7 +36,7 @@ cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
 
 
 cdef inline bint take_slab(
-    Places *all, Endpoint *network, Device *d, Group *m, uint64_t nbytes
+    Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
 ) noexcept nogil:
     """Allocate a slab of pinned memory.
 
@@ -66,7 +66,7 @@ cdef inline bint take_slab(
 
 
 cdef inline PinnedBlock *take_place(
-    Places *all, Endpoint *network, Device *d, Group *m, uint64_t nbytes
+    Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes
 ) noexcept nogil:
     """Return a place of at least `nbytes`; NULL when out of memory."""
     cdef uint32_t kind = kind_for(nbytes)

@@ -39,7 +39,7 @@ cdef struct GroupedGpus:        # which GPUs of the machine reduce together
     uint32_t roots[MOST_ROOTS]
     uint8_t *pinned             # by number: slabs of the root's segment that this process pinned
 
-cdef struct Group:
+cdef struct Machine:
     uint32_t size               # processes of this machine
     uint32_t me                 # local rank
     uint32_t first_rank         # rank of the first worker on this machine

@@ -13,8 +13,8 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.gpu.device cimport MEAN
-from bpsx.core.local.neighbour cimport Group
-from bpsx.core.local.group cimport (
+from bpsx.core.local.neighbour cimport Machine
+from bpsx.core.local.posts cimport (
     agree, all_shares_in, serves_others, memory_at, next_post, partition_of, post_results,
     queue_post, ring_bells, send_post, shift,
 )
@@ -45,7 +45,7 @@ cdef enum:
 
 cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
     """Copy this process's share to where the root can add it, and post it to the root."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
     cdef Post post
     memset(&post, 0, sizeof(Post))
@@ -116,7 +116,7 @@ cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept no
 
 cdef inline void consider(Core *c, Partition *p) noexcept nogil:
     """Move a partition on if its shares are complete: a share has arrived, or will not arrive."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef uint32_t i
     if p.tensor.outcome.status != DONE or p.local.n_shares == 0 and p.tensor.current == NULL:
         return
@@ -142,7 +142,7 @@ cdef inline void consider_all(Core *c) noexcept nogil:
 
 cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept nogil:
     """Note a share, and move the partition on after the last. Returns 0, or -1 if invalid."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Post *noted = &p.local.shares[post.owner]
     cdef uint32_t who = 0, count = noted.count
     if p.tensor.outcome.status != DONE and p.tensor.outcome.status != E_LEFT:
@@ -172,7 +172,7 @@ cdef inline int take_share(Core *c, const Post *post) noexcept nogil:
 
 cdef inline void take_early(Core *c) noexcept nogil:
     """Handle shares that arrived before this process knew their tensor."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef uint32_t i, n = m.early.size
     cdef Post post
     for i in range(n):
@@ -182,11 +182,11 @@ cdef inline void take_early(Core *c) noexcept nogil:
     shift(&m.early, n)
 
 
-cdef inline char *share_of(Group *m, Partition *p, uint32_t i) noexcept nogil:
+cdef inline char *share_of(Machine *m, Partition *p, uint32_t i) noexcept nogil:
     return memory_at(m, i, p.local.shares[i].offset, p.length)
 
 
-cdef inline uint32_t gather_parts(Group *m, Partition *p) noexcept nogil:
+cdef inline uint32_t gather_parts(Machine *m, Partition *p) noexcept nogil:
     """Collect the addresses to add in `m.parts`: the shares by local rank, then the root's own.
 
     Returns their number.
@@ -202,7 +202,7 @@ cdef inline uint32_t gather_parts(Group *m, Partition *p) noexcept nogil:
     return n
 
 
-cdef inline int64_t divisor_here(Group *m, Partition *p, Kernels *k) noexcept nogil:
+cdef inline int64_t divisor_here(Machine *m, Partition *p, Kernels *k) noexcept nogil:
     """Divisor for this machine's sum; `p.divisor` keeps the part for the servers."""
     if m.alone:
         return p.divisor
@@ -215,7 +215,7 @@ cdef inline int64_t divisor_here(Group *m, Partition *p, Kernels *k) noexcept no
 
 
 cdef inline int add_parts(
-    Group *m, Kernels *k, char *target, uint32_t parts, int64_t n, int64_t divisor
+    Machine *m, Kernels *k, char *target, uint32_t parts, int64_t n, int64_t divisor
 ) noexcept nogil:
     """Add the first `parts` of `m.parts` into `target`, which is the first of them or none.
 
@@ -235,7 +235,7 @@ cdef inline int add_parts(
 
 cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
     """Make the machine's sum at `p.target`. Returns 0, or a status."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
     cdef int64_t n, divisor
     cdef uint32_t parts = gather_parts(m, p)
@@ -255,7 +255,7 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
 
 cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
     """Choose the data that a broadcast sends. Returns 0, or a status."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     # local rank of the broadcast's root; wraps if it is on another machine
     cdef uint32_t owner = p.tensor.current.divisor - m.first_rank
     if owner >= m.size:
@@ -275,7 +275,7 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
     return 0
 
 
-cdef inline void choose_place(Group *m, Partition *p) noexcept nogil:
+cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
     """Choose the place of the sum and the result: the first share, or without one the root's own
     output.
     """
@@ -292,7 +292,7 @@ cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
     """PCIE_REDUCE (root): add the sums of the PCIe switches, which lie one behind the other, into
     the first.
     """
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
     cdef int64_t divisor = 1
     cdef uint32_t i
@@ -314,7 +314,7 @@ cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
 
 cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
     """REDUCE (root): make the sum, or choose a broadcast's data, once all shares are there."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef uint32_t one = m.first_rank + m.me, other = 0
     cdef int status = 0
     p.local.disagreement.status = 0
@@ -358,7 +358,7 @@ cdef inline void spread(Core *c, Partition *p) noexcept nogil:
 
 # ---- all processes
 
-cdef inline bint still_waits(Group *m, Tensor *tensor) noexcept nogil:
+cdef inline bint still_waits(Machine *m, Tensor *tensor) noexcept nogil:
     """Whether a partition of the tensor's current task needs a process that has left."""
     cdef uint32_t i
     cdef uint8_t stage
@@ -380,7 +380,7 @@ cdef inline bint still_waits(Group *m, Tensor *tensor) noexcept nogil:
 
 cdef inline void notice_deserters(Core *c) noexcept nogil:
     """Fail rounds that can never close because a process of this machine has left."""
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i, who = 0
     m.somebody_gone = True
@@ -400,7 +400,7 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
         tensor = tensor.next
 
 
-cdef inline bint take_departures(Group *m) noexcept nogil:
+cdef inline bint take_departures(Machine *m) noexcept nogil:
     cdef uint32_t i
     for i in range(m.size):
         if atomic_load(&m.all[i].gone) and not m.all[i].noticed:
@@ -456,7 +456,7 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
 
     Returns the number of posts and partitions handled.
     """
-    cdef Group *m = c.machine
+    cdef Machine *m = c.machine
     cdef Partition *p
     cdef uint64_t done = 0
     cdef uint32_t i

@@ -18,7 +18,7 @@ _Saveable: Any = next(
 _KEY = "state"
 
 
-class Kept(Archived, _Saveable):  # type: ignore[misc]
+class KerasCompressionState(Archived, _Saveable):  # type: ignore[misc]
     """State of compression of one exchange's gradients, as Keras and TensorFlow save it.
 
     With a file that lacks it, such as one of a run without compression, the state begins anew.

@@ -21,7 +21,7 @@ from bpsx.system.tracebacks import public
 from bpsx.tensorflow.async_training import Weights
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange, in_last
-from bpsx.tensorflow.keras.checkpoint import Kept
+from bpsx.tensorflow.keras.checkpoint import KerasCompressionState
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -208,7 +208,7 @@ def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
         _bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum
     )
     if exchange.compresses:
-        kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)
+        kept = inner.__dict__.get("_bpsx_kept") or KerasCompressionState(exchange)
         optimizer.__dict__["_bpsx_kept"] = kept  # Keras finds it there and saves it
         # so does tf.train.Checkpoint
         optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)

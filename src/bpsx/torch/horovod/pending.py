@@ -15,7 +15,7 @@ from bpsx.torch.dynamo import eager
 from bpsx.torch.tensors import check_rows, check_tensor, unnamed
 
 
-class Part(Protocol):
+class Waitable(Protocol):
     """A part of an operation, in flight by itself."""
 
     def done(self) -> bool:
@@ -32,7 +32,9 @@ class Pending:
     that function, once. Thread-safe.
     """
 
-    def __init__(self, parts: Sequence[Part], finish: Callable[[list[Any]], Any] = tuple) -> None:
+    def __init__(
+        self, parts: Sequence[Waitable], finish: Callable[[list[Any]], Any] = tuple
+    ) -> None:
         self._parts, self._finish = parts, finish
         self._lock = threading.Lock()
         self._finished = False

@@ -24,7 +24,7 @@ from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.sockets.peers cimport read
 from bpsx.transports.threaded.fifo cimport take_all
 from bpsx.transports.threaded.part cimport (
-    DROPPED, OPEN, Command, EndpointState, Part, Received, add_peer, close_peer, end_memory,
+    DROPPED, OPEN, Command, EndpointState, EndpointPart, Received, add_peer, close_peer, end_memory,
     forget_commands, give, new_command, ring, run_part, status_of, take_broken,
 )
 
@@ -144,7 +144,7 @@ cdef class ThreadedEndpoint:
         self.capsules = [one.abi() for one in self.inner]
         self.state.n_parts = <uint32_t>len(self.inner)
         self.state.spin_ns = <int64_t>(spin_us * 1000)
-        self.state.parts = <Part *>calloc(max(self.state.n_parts, 1), sizeof(Part))
+        self.state.parts = <EndpointPart *>calloc(max(self.state.n_parts, 1), sizeof(EndpointPart))
         if self.state.parts == NULL or monitor_init(&self.state.monitor) != 0:
             raise MemoryError("no memory for the I/O threads")
         for i in range(self.state.n_parts):

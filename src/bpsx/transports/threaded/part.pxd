@@ -50,7 +50,7 @@ cdef struct Received:
     Item item
     Message message
 
-cdef struct Part:
+cdef struct EndpointPart:
     Endpoint *inner
     EndpointState *whole
     Monitor monitor             # guards `commands`
@@ -58,7 +58,7 @@ cdef struct Part:
     int64_t asleep              # the thread is in the inner endpoint's wait, or about to be
 
 cdef struct EndpointState:
-    Part *parts
+    EndpointPart *parts
     uint32_t n_parts
     int64_t spin_ns             # how long an I/O thread without progress yields before it sleeps
     int64_t stopping
@@ -153,7 +153,7 @@ cdef inline bint take_broken(EndpointState *s, uint32_t peer) noexcept nogil:
 
 # ---- Commands: from the driving thread to an I/O thread
 
-cdef inline void give(Part *part, Command *command) noexcept nogil:
+cdef inline void give(EndpointPart *part, Command *command) noexcept nogil:
     """Queue a command, and wake the I/O thread if it sleeps."""
     lock(&part.monitor)
     append(&part.commands, &command.item)
@@ -162,7 +162,7 @@ cdef inline void give(Part *part, Command *command) noexcept nogil:
         part.inner.wake(part.inner.self)
 
 
-cdef inline Command *take_commands(Part *part) noexcept nogil:
+cdef inline Command *take_commands(EndpointPart *part) noexcept nogil:
     """All commands so far, the oldest first."""
     cdef Command *found
     if atomic_load(&part.commands.n) == 0:
@@ -178,7 +178,7 @@ cdef inline void end_command(Command *c) noexcept nogil:
     end_memory(c.head, c.head_done, c.head_hint, c.body, c.body_done, c.body_hint)
 
 
-cdef inline void carry_out(Part *part, Command *c) noexcept nogil:
+cdef inline void carry_out(EndpointPart *part, Command *c) noexcept nogil:
     if c.drops:
         part.inner.drop(part.inner.self, c.peer)
     elif status_of(part.whole, c.peer) == DROPPED:
@@ -191,7 +191,7 @@ cdef inline void carry_out(Part *part, Command *c) noexcept nogil:
         note_broken(part.whole, c.peer)
 
 
-cdef inline int carry_out_all(Part *part) noexcept nogil:
+cdef inline int carry_out_all(EndpointPart *part) noexcept nogil:
     """Carry out the commands so far. Returns their number."""
     cdef Command *c = take_commands(part)
     cdef Command *following
@@ -205,7 +205,7 @@ cdef inline int carry_out_all(Part *part) noexcept nogil:
     return n
 
 
-cdef inline void forget_commands(Part *part) noexcept nogil:
+cdef inline void forget_commands(EndpointPart *part) noexcept nogil:
     """Drop the commands that no thread carries out any more, and run their done callbacks."""
     cdef Command *c = take_commands(part)
     cdef Command *following
@@ -228,7 +228,7 @@ cdef inline void hand_over(EndpointState *s, Received *r) noexcept nogil:
         ring(s.wake_fd)
 
 
-cdef inline int take_in(Part *part) noexcept nogil:
+cdef inline int take_in(EndpointPart *part) noexcept nogil:
     """Receive messages, up to a bound. Returns their number."""
     cdef Received *r
     cdef int n = 0
@@ -247,7 +247,7 @@ cdef inline int take_in(Part *part) noexcept nogil:
     return n
 
 
-cdef inline void run_part(Part *part) noexcept nogil:
+cdef inline void run_part(EndpointPart *part) noexcept nogil:
     """Drive the inner endpoint until the whole stops: the body of an I/O thread."""
     cdef EndpointState *s = part.whole
     cdef int64_t idle_since = 0, now

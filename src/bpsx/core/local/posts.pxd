@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc
 from libc.string cimport memset
 
-from bpsx.core.local.neighbour cimport MOST_TENSORS, PAGE, PART_BITS, Group, Neighbour, Posts
+from bpsx.core.local.neighbour cimport MOST_TENSORS, PAGE, PART_BITS, Machine, Neighbour, Posts
 from bpsx.core.partition cimport LocalRound, Partition, Task, Tensor
 from bpsx.core.local.ring cimport (
     IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take,
@@ -25,7 +25,7 @@ cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
     return 0
 
 
-cdef inline int send_post(Group *m, uint32_t to, const Post *post) noexcept nogil:
+cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept nogil:
     """Post to a neighbour, in order; `ring_bells` wakes it. Returns 0, or -1 when out of memory."""
     cdef Neighbour *n = &m.all[to]
     if atomic_load(&n.gone):
@@ -36,7 +36,7 @@ cdef inline int send_post(Group *m, uint32_t to, const Post *post) noexcept nogi
     return queue_post(&n.overflow, post)
 
 
-cdef inline bint ring_bells(Group *m) noexcept nogil:
+cdef inline bint ring_bells(Machine *m) noexcept nogil:
     """Write queued posts, and wake sleeping processes that have posts to read.
 
     Returns True if some posts still find no room.
@@ -72,7 +72,7 @@ cdef inline void shift(Posts *q, uint32_t n) noexcept nogil:
     q.size -= n
 
 
-cdef inline bint next_post(Group *m, Post *post, uint32_t *sender) noexcept nogil:
+cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept nogil:
     """Take the next post from any neighbour. False if there is none."""
     cdef uint32_t i
     for i in range(m.size):
@@ -82,7 +82,7 @@ cdef inline bint next_post(Group *m, Post *post, uint32_t *sender) noexcept nogi
     return False
 
 
-cdef inline bint fall_asleep(Group *m) noexcept nogil:
+cdef inline bint fall_asleep(Machine *m) noexcept nogil:
     """Announce that this process's driver goes to sleep.
 
     Returns False, with the announcement withdrawn, if there are unread posts.
@@ -97,12 +97,12 @@ cdef inline bint fall_asleep(Group *m) noexcept nogil:
     return True
 
 
-cdef inline void stay_awake(Group *m) noexcept nogil:
+cdef inline void stay_awake(Machine *m) noexcept nogil:
     atomic_store(&m.all[m.me].segment.parked, 0)
 
 
 cdef inline char *memory_at(
-    Group *m, uint32_t owner, uint64_t offset, uint64_t length
+    Machine *m, uint32_t owner, uint64_t offset, uint64_t length
 ) noexcept nogil:
     """Address of a neighbour's bytes in this process, or NULL if they exceed its segment."""
     if owner >= m.size or offset > m.all[owner].nbytes or length > m.all[owner].nbytes - offset:
@@ -110,7 +110,7 @@ cdef inline char *memory_at(
     return <char *>m.all[owner].segment + offset
 
 
-cdef inline Partition *partition_of(Group *m, uint64_t key) noexcept nogil:
+cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
     """Return the partition with this key, or NULL if this process has none (yet)."""
     cdef uint64_t number = key >> PART_BITS
     cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
@@ -119,7 +119,7 @@ cdef inline Partition *partition_of(Group *m, uint64_t key) noexcept nogil:
     return &m.tensors[number].parts[part]
 
 
-cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
+cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
     """Prepare a new tensor for this machine's processes. Returns 0, or -1 when out of memory."""
     cdef uint32_t i
     cdef uint64_t number = tensor.parts[0].key >> PART_BITS, nbytes = 0
@@ -152,7 +152,7 @@ cdef inline int know_tensor(Group *m, Tensor *tensor) noexcept nogil:
 
 
 cdef inline int post_results(
-    Group *m, Partition *p, int status, uint32_t a, uint32_t b
+    Machine *m, Partition *p, int status, uint32_t a, uint32_t b
 ) noexcept nogil:
     """Post how a round ended to all processes that have given their share (root).
 
@@ -194,7 +194,7 @@ cdef inline bint same_divisor(Task *task, uint32_t other, bint shrinks) noexcept
     return task.divisor == other
 
 
-cdef inline bint agree(Group *m, Partition *p, bint shrinks, uint32_t *who) noexcept nogil:
+cdef inline bint agree(Machine *m, Partition *p, bint shrinks, uint32_t *who) noexcept nogil:
     """Whether all shares ask for the root's operation, in the same kind of memory (root).
 
     If not, `who` is the rank of a worker that disagrees.
@@ -216,7 +216,7 @@ cdef inline bint agree(Group *m, Partition *p, bint shrinks, uint32_t *who) noex
     return True
 
 
-cdef inline bint all_shares_in(Group *m, Partition *p) noexcept nogil:
+cdef inline bint all_shares_in(Machine *m, Partition *p) noexcept nogil:
     """Whether all processes that will give a share of this round have done so (root)."""
     cdef uint32_t i
     if p.local.n_shares + 1 == m.size:
@@ -227,14 +227,14 @@ cdef inline bint all_shares_in(Group *m, Partition *p) noexcept nogil:
     return True
 
 
-cdef inline bint serves_others(Group *m) noexcept nogil:
+cdef inline bint serves_others(Machine *m) noexcept nogil:
     """Whether this process must work although none of its own operations is under way: it has
     joined, and it is the root or has a GPU that the others need.
     """
     return m != NULL and (m.me == m.root or m.gpus.collects) and atomic_load(&m.all[m.me].joined)
 
 
-cdef inline int tell_root(Group *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
+cdef inline int tell_root(Machine *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
     """Post to the root about a partition on a GPU. Returns 0, or -1 when out of memory."""
     cdef Post post
     memset(&post, 0, sizeof(Post))

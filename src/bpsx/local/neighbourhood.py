@@ -1,4 +1,4 @@
-"""A worker process within the group of its machine."""
+"""A worker process among those of its machine."""
 
 from __future__ import annotations
 
