@@ -33,7 +33,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 14
+PROTOCOL = 15
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
