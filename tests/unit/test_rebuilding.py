@@ -374,32 +374,24 @@ def test_nothing_is_decided_before_all_workers_are_back() -> None:
     assert not any(n.inbox for n in world.nodes)
 
 
-def test_a_replaced_server_that_comes_back_is_told_so() -> None:
-    """The old scheduler had lost it and told one worker; it only was slow."""
+@pytest.mark.parametrize("asked", [False, True], ids=["stays", "leaves"])
+def test_a_replaced_server_that_comes_back_is_told_so(asked: bool) -> None:
+    """The old scheduler had lost it and told one worker; it only was slow, or had asked to leave.
+
+    What it had asked for is no error.
+    """
     world = World(2, 3)
     slow = world.nodes[0]
+    assert isinstance(slow, Server)
+    slow.asked = asked
     world.bury(slow)
     world.workers[0].take()
     world.kill_hub()
     slow.state = "orphaned"
     world.settle()
     all_is_well_but(world, slow)
-    assert "replaced" in slow.lost
-
-
-def test_a_replaced_server_that_has_asked_to_leave_may() -> None:
-    """The old scheduler had told one worker, and not the server."""
-    world = World(2, 3)
-    leaver = world.nodes[0]
-    assert isinstance(leaver, Server)
-    leaver.asked = True
-    world.bury(leaver)
-    world.workers[0].take()
-    world.kill_hub()
-    leaver.state = "orphaned"
-    world.settle()
-    all_is_well_but(world, leaver)
-    assert leaver.over and not leaver.lost
+    assert slow.over
+    assert not slow.lost if asked else "replaced" in slow.lost
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in time", "too late"])

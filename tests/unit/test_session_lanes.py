@@ -349,20 +349,33 @@ def test_another_scheduler_hears_again_of_the_wish_to_leave(
     assert ("SYNCED", {}) not in link.sent
 
 
-def test_a_worker_that_leaves_stops_twice_and_is_let_go(
+def at_boundaries(
     session: Callable[[bool], tuple[Session, Core, Link, Lanes]],
-) -> None:
-    ours, core, link, _ = session(True)
+) -> tuple[Session, Link]:
+    """A worker that may stop at its boundaries, with nothing under way."""
+    ours, _, link, _ = session(True)
     ours.shrinks = True
     ours._settle = lambda: None  # type: ignore[method-assign]
     ours._names_for_newcomers = lambda: ""  # type: ignore[method-assign]
+    return ours, link
+
+
+def await_stops(link: Link, count: int) -> None:
+    """Wait until the worker has stopped ``count`` times."""
+    while len([kind for kind, _ in link.sent if kind == "HERE"]) < count:
+        time.sleep(0.001)
+
+
+def test_a_worker_that_leaves_stops_twice_and_is_let_go(
+    session: Callable[[bool], tuple[Session, Core, Link, Lanes]],
+) -> None:
+    ours, link = at_boundaries(session)
     ours.leave("SIGTERM")
     passed: list[Any] = []
     ours._handle({"type": "GOODBYE"})  # nothing: it is at no boundary
 
     def scheduler(message: dict[str, Any], count: int) -> None:
-        while len([kind for kind, _ in link.sent if kind == "HERE"]) < count:
-            time.sleep(0.001)
+        await_stops(link, count)
         assert ours._boundaries.awaits_goodbye and ours.state is Life.STOPPED
         ours._handle(message)
 
@@ -386,21 +399,15 @@ def test_another_scheduler_may_ask_a_worker_anew_that_has_stopped(
     session: Callable[[bool], tuple[Session, Core, Link, Lanes]],
 ) -> None:
     """It goes on from where it is, and stops at the next boundary."""
-    ours, core, link, _ = session(True)
-    ours.shrinks = True
-    ours._settle = lambda: None  # type: ignore[method-assign]
-    ours._names_for_newcomers = lambda: ""  # type: ignore[method-assign]
-
-    told = {"type": "SOON", "meeting": 1}, {**TERM, "moves": [], "met": True}
+    ours, link = at_boundaries(session)
 
     def scheduler() -> None:
-        for count, message in enumerate(told, 1):
-            while len([kind for kind, _ in link.sent if kind == "HERE"]) < count:
-                time.sleep(0.001)
-            ours._handle(message)
-            if count == 1:
-                assert link.sent[-1] == ("AT", {"meeting": 1, "boundary": 1})
-                ours._handle({"type": "MEET", "meeting": 1, "boundary": 2, "tells": False})
+        await_stops(link, 1)
+        ours._handle({"type": "SOON", "meeting": 1})
+        assert link.sent[-1] == ("AT", {"meeting": 1, "boundary": 1})
+        ours._handle({"type": "MEET", "meeting": 1, "boundary": 2, "tells": False})
+        await_stops(link, 2)
+        ours._handle({**TERM, "moves": [], "met": True})
 
     ours._handle({"type": "SOON", "meeting": 3})
     ours._handle({"type": "MEET", "meeting": 3, "boundary": 1, "tells": False})

@@ -176,7 +176,7 @@ cdef struct Core:
     Settings settings
     # threads that compress on the host, and copy answers; NULL: the driver copies all answers
     Pool *pool
-    Machine *machine              # NULL: no other process of this machine shares the work
+    Machine *machine            # NULL: no other process of this machine shares the work
     Gpu *gpu                    # NULL: no tensor on a GPU so far; set once, by any thread
 
     Monitor monitor
