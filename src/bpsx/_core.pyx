@@ -346,11 +346,11 @@ cdef class Core:
         cdef Task *first = NULL
         cdef Task *last = NULL
         cdef uint32_t i, n = 0
-        cdef list made = [], tensors = [(<Item?>of).known_as(declared, codes) for of in items]
         gpu, streams, moment = on
-        cdef uint64_t stream = moment.stream, number = moment.number, ready = moment.event
         self.reap()
-        cdef list events = gpu.events(len(tensors) - tensors.count(None))
+        cdef uint64_t stream = moment.stream, number = moment.number, ready = moment.event
+        cdef list events = gpu.events(len(items))  # before tensors are counted: it may fail
+        cdef list made = [], tensors = [(<Item?>of).known_as(declared, codes) for of in items]
         for i in range(<uint32_t>len(items)):
             handle = None
             if tensors[i] is not None:
@@ -364,6 +364,8 @@ cdef class Core:
                 handle.task.gpu.input_event = <void *>ready
                 self._put_handle_with(handle, gpu, streams, moment, events.pop())
             made.append(handle)
+        for event in events:
+            gpu.give(event)
         for i in range(<uint32_t>len(items)):
             item = items[i]
             item.begun = made[i]
@@ -462,6 +464,7 @@ cdef class Core:
 
     def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
         """End every push_pull of ``tensor``, present and future. The first failure wins."""
+        self.tensors.add(tensor)        # the driver refers to it, though none may have been begun
         if tensor.failure is None:
             tensor.failure = detail
         tell_failing(&self.c, &tensor.c, status)

@@ -192,6 +192,6 @@ def test_only_a_placed_declaration_is_pushed_directly(events: list[DeclaredEvent
             with pytest.raises(InternalError, match="a declaration in state"):
                 declared.move(event)
         assert declared.state is expected
-        found = declared.now((4,), 3, None)
+        found = declared.take((4,), 3, None)
         assert found is (tensor if expected is DeclaredState.PLACED else None)
-        assert declared.now((5,), 3, None) is None
+        assert declared.take((5,), 3, None) is None

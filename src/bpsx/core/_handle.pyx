@@ -73,10 +73,7 @@ cdef class Item:
         code = codes.get(self.dtype)
         if found is None or code is None:
             return None
-        tensor = found.now(self.shape, code, None)
-        if tensor is not None:
-            found.uses += 1
-        return tensor
+        return found.take(self.shape, code, None)
 
     cdef Handle take_spare(self):
         """Return an empty handle: the spare one, if neither the core nor the user refers to it;

@@ -46,5 +46,10 @@ cdef class Declaration:
     cdef public list pending            # prepared handles that wait for the placement
     cdef int number                     # of the DeclaredState
     cdef public uint32_t uses           # push_pulls that have begun with this declaration
+    # ... since all workers count from zero, and the most that may; -1: no bound
+    cdef public int64_t count
+    cdef public int64_t last
 
-    cpdef Tensor now(self, shape, int dtype, codec)
+    cpdef Tensor take(self, shape, int dtype, codec)
+    cpdef bint count_use(self) noexcept
+    cpdef bint bound(self, int64_t last) noexcept

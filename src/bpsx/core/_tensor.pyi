@@ -53,6 +53,10 @@ class Declaration:
     pending: list[Handle]
     #: push_pulls that have begun with this declaration.
     uses: int
+    #: ... since all workers count from zero.
+    count: int
+    #: Most of these; -1: no bound.
+    last: int
 
     def __init__(
         self,
@@ -73,6 +77,8 @@ class Declaration:
     def dtype(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def now(
+    def take(
         self, shape: tuple[int, ...], dtype: int, codec: CompressionSpec | None
     ) -> Tensor | None: ...
+    def count_use(self) -> bool: ...
+    def bound(self, last: int) -> bool: ...

@@ -418,7 +418,7 @@ cdef class Declaration:
         self.generation, self.shape, self.dtype, self.nbytes, self.codec = (
             generation, shape, dtype, nbytes, codec
         )
-        self.pending, self.number = [], DeclaredState.ASKED.value
+        self.pending, self.number, self.last = [], DeclaredState.ASKED.value, -1
 
     @property
     def state(self) -> DeclaredState:
@@ -429,15 +429,39 @@ cdef class Declaration:
         """Go to the state that follows ``event``. The caller holds the session's lock."""
         self.number = DECLARED.after(DeclaredState(self.number), event).value
 
-    cpdef Tensor now(self, shape, int dtype, codec):
-        """Return the tensor, if it is placed and shape, dtype and codec are unchanged; or None."""
-        return (
-            self.tensor
-            if (
-                self.number == PLACED
-                and self.dtype == dtype
-                and self.codec is codec
-                and self.shape == shape
-            )
-            else None
-        )
+    cpdef Tensor take(self, shape, int dtype, codec):
+        """Return the tensor for one more push_pull, which counts from now on.
+
+        None, if it is not placed, if it may begin no more push_pulls, or if shape, dtype or codec
+        have changed.
+        """
+        if (
+            self.number == PLACED
+            and self.dtype == dtype
+            and self.codec is codec
+            and self.shape == shape
+            and self.count_use()
+        ):
+            return self.tensor
+        return None
+
+    cpdef bint bound(self, int64_t last) noexcept:
+        """Set the most push_pulls that may begin. Returns False, and sets nothing, if more have.
+
+        No other thread with the GIL sees it half done.
+        """
+        if self.count > last:
+            return False
+        self.last = last
+        return True
+
+    cpdef bint count_use(self) noexcept:
+        """Count one more push_pull. Returns False, and counts nothing, if there may be no more.
+
+        No other thread with the GIL sees it half done: all workers have to stop after the same one.
+        """
+        if self.last >= 0 and self.count >= self.last:
+            return False
+        self.uses += 1
+        self.count += 1
+        return True

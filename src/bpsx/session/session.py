@@ -473,9 +473,8 @@ class Session(Liveness):
         try:
             codec = self._codec_of(request, shape, dtype, nbytes)
             declared = self._latest.get(name)
-            tensor = None if declared is None else declared.now(shape, dtype, codec)
-            if declared is not None and tensor is not None:
-                declared.uses += 1
+            tensor = None if declared is None else declared.take(shape, dtype, codec)
+            if tensor is not None:
                 return self._core.submit(tensor, request)
             check_new(name, nbytes, self.config.partition_bytes)
             if codec is not None:
