@@ -623,6 +623,15 @@ cdef class Core:
             "busy_ns": busy_ns(&self.c)
         }
 
+    def take_peak(self) -> int:
+        """Return the largest rate of answers since the last call, in bytes per second. Any thread.
+
+        0: too few have arrived.
+        """
+        cdef int64_t rate = atomic_load(&self.c.counters.peak.rate)
+        atomic_store(&self.c.counters.peak.rate, 0)
+        return rate
+
     def close(self) -> None:
         """End what is under way with :class:`ShutdownError`, and stop the thread.
 

@@ -432,6 +432,11 @@ cdef struct Lane:
     bint ready                  # the lane has sent that proof
     bint greeted                # it joined the running job, and is counted in Lanes.greeted
 
+cdef struct Peak:               # see peak.pxd
+    int64_t since_ns            # when the present stretch has begun
+    int64_t received            # since then, from servers on other machines
+    int64_t rate                # of the best stretch, bytes per second; any thread takes it
+
 cdef struct Counters:
     int64_t tasks               # completed
     int64_t bytes               # bytes of tensors whose push_pull completed
@@ -444,6 +449,7 @@ cdef struct Counters:
     int64_t logged              # bytes of pushes in the logs, now
     int64_t held                # bytes of snapshots that are held, now
     int64_t kept                # bytes of outcomes that are kept, now
+    Peak peak
 
 
 cdef inline char *input_of(Partition *p) noexcept nogil:

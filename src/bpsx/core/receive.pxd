@@ -17,6 +17,7 @@ from bpsx.core.late cimport note_ready
 from bpsx.core.logs cimport note_no_sum, note_set, numbers_in, take_snapshot
 from bpsx.core.moves cimport give, give_state, note_left, note_taken
 from bpsx.core.partition cimport PULL, Partition, SumNumbers, Tensor, cookie_of
+from bpsx.core.peak cimport note_received
 from bpsx.core.stage cimport advance, end_partition, fail_core, fail_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_COMPRESSOR, E_JOINED, E_MEMORY, E_PROTOCOL
@@ -199,6 +200,8 @@ cdef inline int pump_in(Core *c) noexcept nogil:
         taken = False
         c.moving.applied = NULL
         more = -1 if m.peer >= c.lanes.n else 1
+        if more > 0 and not c.lanes.at[m.peer].server.beside:
+            c.counters.peak.received += m.head_size + m.body_size
         if more > 0 and c.lanes.at[m.peer].lost:
             # Its partitions move: what it still sends comes too late.
             c.counters.stale += 1
@@ -216,4 +219,6 @@ cdef inline int pump_in(Core *c) noexcept nogil:
             c.endpoint.release(c.endpoint.self, &m)
         if m.peer < c.lanes.n:
             send_acks(c, m.peer)
+    if n:
+        note_received(c)
     return n
