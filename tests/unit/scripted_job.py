@@ -49,6 +49,7 @@ class Node:
             self.role,
             self.rank,
             pid=1000 * (self.role == "server") + self.number,
+            host=self.world.host(self.number),
             config=self.world.options,
             token=self.token if self.state == "entering" else "",
         )
@@ -129,7 +130,7 @@ class Worker(Node):
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world, "worker", rank)
         self.decisions = Decisions(
-            [["h", 1000 + s, [f"h:{s}"]] for s in range(world.servers)], True
+            [[world.host(s), 1000 + s, [f"h:{s}"]] for s in range(world.servers)], True
         )
         self.epoch = 0
         self.declared: dict[tuple[str, int], Any] = {}
@@ -142,6 +143,8 @@ class Worker(Node):
         self.anew = False  # no meeting of the present scheduler has been called yet
         self.cleared = 0
         self.order = list(range(world.workers_n))
+        self.current: dict[str, tuple[str, int]] = {}  # what the next push_pull of a name uses
+        self.used: dict[str, list[int]] = {}  # the generations that its push_pulls have used
 
     @property
     def speaks(self) -> bool:
@@ -178,9 +181,64 @@ class Worker(Node):
             codec=None,
             state="asked",
             places=None,
+            count=0,
+            last=-1,
+            successor=None,
         )
         self.declared[name, generation] = given
         self._ask(name, given)
+
+    def push_pull(self, name: str) -> None:
+        """Begin a push_pull of a placed tensor, unless it has to wait at its last count."""
+        key = self.current.get(name, (name, 0))
+        given = self.declared.get(key)
+        if given is None or given.state != "placed" or self.joined or self.bye is not None:
+            return
+        if given.count == given.last and self.decisions.change != self.decisions.held:
+            return
+        if given.count == given.last:
+            self.current[name] = key = given.successor
+            given = self.declared[key]
+        given.count += 1
+        self.used.setdefault(name, []).append(key[1])
+
+    def count(self, m: dict[str, Any]) -> None:
+        """Handle COUNT."""
+        items = [
+            [*key, given.count]
+            for key, given in self.declared.items()
+            if given.state == "placed" and given.last < 0
+        ]
+        self.send("COUNTS", number=m["number"], epoch=self.epoch, items=items)
+
+    def change(self, m: dict[str, Any]) -> None:
+        """Handle CHANGE."""
+        self.decisions.change = m["number"]
+        items, fresh = m["items"], {"count": 0, "last": -1, "successor": None}
+        fits = not self.joined and all(
+            self.declared[name, old].count <= last for name, old, last, *_ in items
+        )
+        for name, old, last, new, places in items if fits else ():
+            given = self.declared[name, old]
+            given.last, given.successor = last, (name, new)
+            self.declared[name, new] = SimpleNamespace(
+                **{**vars(given), "generation": new, "places": places, **fresh}
+            )
+            self.decisions.place((name, new), places)
+        self.send("TAKEN", number=m["number"], fits=fits)
+
+    def end_change(self, m: dict[str, Any]) -> None:
+        """Handle HOLD or DROP."""
+        if m["number"] != self.decisions.change or m["number"] == self.decisions.held:
+            return
+        if m["type"] == "HOLD":
+            self.decisions.held, self.decisions.size = m["number"], m["size"]
+            return
+        for given in list(self.declared.values()):
+            if given.successor is not None and given.successor[1] >> 24 == m["number"]:
+                self.decisions.forget(given.successor)
+                del self.declared[given.successor]
+                given.last, given.successor = -1, None
 
     def _ask(self, name: str, given: Any) -> None:
         m = declare(name, list(given.shape), given.generation)
@@ -267,6 +325,11 @@ class Worker(Node):
             self.joined, self.last = False, m["last"]
             self.decisions.joins += 1
             self.decisions.last = m["last"]
+            for key, given in list(self.declared.items()):
+                if self.current.get(key[0], (key[0], 0)) == key and given.successor is not None:
+                    self.current[key[0]] = given.successor
+                given.count = 0
+            self.used.clear()
         elif kind == "SOON":
             assert self.place == "free" or self.anew
             self.place, self.meeting, self.anew = "asked", m["meeting"], False
@@ -286,6 +349,12 @@ class Worker(Node):
             self.decisions.gone.update(m["lanes"])
         elif kind in ("DEPART", "CLEAR"):
             self.hear_of_machine(m)
+        elif kind == "COUNT":
+            self.count(m)
+        elif kind == "CHANGE":
+            self.change(m)
+        elif kind in ("HOLD", "DROP"):
+            self.end_change(m)
 
     def begin_term(self, m: dict[str, Any]) -> None:
         assert m["term"] == len(self.decisions.terms) + 1
@@ -404,8 +473,10 @@ class World:
         most: int = 0,
         each: int = 1,
         asynchronous: bool = False,
+        apart: bool = False,
     ) -> None:
-        self.machines, self.each = workers, each
+        """``apart``: each node has a machine of its own."""
+        self.machines, self.each, self.apart = workers, each, apart
         self.workers_n, self.servers, self.now = workers * each, servers, 0.0
         more = {"BPSX_ELASTIC": elastic, "BPSX_ELASTIC_WAIT": 1, "BPSX_MAX_WORKERS": most}
         more |= {"BYTEPS_LOCAL_SIZE": each, "BPSX_LOCAL_REDUCE": int(each > 1)}
@@ -419,6 +490,10 @@ class World:
         for node in self.nodes:
             out = self.hub.hello(node.ident, node.hello)
         assert {m["type"] for _, m in out} == {"WELCOME"}
+
+    def host(self, number: int) -> str:
+        """The machine of a node."""
+        return f"h{number}" if self.apart else "h"
 
     def arrive(self) -> Server:
         """Start another server."""
@@ -496,6 +571,7 @@ class World:
             "SYNCED": lambda: hub.synced(ident),
             "DEPART": lambda: hub.depart(ident, m, self.now),
             "BYE": lambda: hub.bye(ident, m, self.now),
+            **dict.fromkeys(("RATE", "PEAK", "COUNTS", "TAKEN"), lambda: hub.hear_size(ident, m)),
         }[kind]()
         self.deliver(out)
 

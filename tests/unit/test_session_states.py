@@ -195,3 +195,52 @@ def test_only_a_placed_declaration_is_pushed_directly(events: list[DeclaredEvent
         found = declared.take((4,), 3, None)
         assert found is (tensor if expected is DeclaredState.PLACED else None)
         assert declared.take((5,), 3, None) is None
+
+
+def test_what_waits_at_a_last_count_is_never_out_of_join_s_sight() -> None:
+    """join() and close() count what waits, then what the core has: each push_pull is in one."""
+    declared, successor, seen = Declaration(0, (4,), 3, 16), Declaration(1, (4,), 3, 16), []
+    successor.tensor = Tensor("x", 3, [(1, 0, 0, 0, 16)], b"")
+
+    class Released:
+        """A session as far as it takes part, whose core may be slow to take push_pulls."""
+
+        class _core:
+            unsettled = 0
+
+            @classmethod
+            def release(cls, handle: Any, tensor: Tensor) -> None:
+                assert tensor is successor.tensor
+                seen.append(Session._unfinished(Released))  # type: ignore[arg-type]
+                cls.unsettled += 1
+                seen.append(Session._unfinished(Released))  # type: ignore[arg-type]
+
+        _declared = {("x", 0): declared, ("x", 1): successor}
+
+    declared.pending = [object(), object()]  # type: ignore[list-item]
+    Session._release_pending(Released, declared, successor)  # type: ignore[arg-type]
+    assert min(seen) == 2 and Session._unfinished(Released) == 2  # type: ignore[arg-type]
+    assert not declared.pending and successor.count == successor.uses == 2
+
+
+def test_join_looks_at_the_core_last() -> None:
+    """What is released between the two looks would otherwise be in neither."""
+    order: list[str] = []
+
+    class Looked:
+        class _core:
+            @property
+            def unsettled(self) -> int:
+                order.append("core")
+                return 0
+
+        class _Known(dict[str, Any]):
+            def values(self) -> Any:
+                order.append("waiting")
+                return super().values()
+
+        _declared = _Known()
+
+    Looked._core = Looked._core()  # type: ignore[assignment,misc]
+    assert Session._unfinished(Looked) == 0  # type: ignore[arg-type]
+    assert order == ["waiting", "core"]

@@ -93,7 +93,8 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         FLAG,
         "A job of several machines measures its links when it begins, and chooses the size of"
         " partitions that fits them, unless BYTEPS_PARTITION_BYTES has another value than its"
-        " default. Must be the same on all workers.",
+        " default. It chooses anew if links carry four times as much or less later, unless workers"
+        " may be lost or join (BPSX_ELASTIC). Must be the same on all workers.",
         TUNING,
     ),
     Option(

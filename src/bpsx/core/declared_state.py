@@ -25,6 +25,7 @@ class DeclaredEvent(Enum):
     CALL_REFUSED = 2  #: a push_pull of the name was refused or interrupted on this worker
     RESET = 3  #: a new epoch begins
     SESSION_ENDS = 4  #: no answer will come any more
+    ENDED = 5  #: its last push_pull has begun: a successor follows
 
 
 _State, _Event = DeclaredState, DeclaredEvent
@@ -41,6 +42,7 @@ DECLARED: Table[DeclaredState, DeclaredEvent] = Table(
         },
         _State.PLACED: {
             _Event.CALL_REFUSED: _State.RETIRED,
+            _Event.ENDED: _State.RETIRED,
             _Event.SESSION_ENDS: _State.PLACED,
             **_FAILS,
         },

@@ -15,6 +15,7 @@ never changes: its users apply the rules (:class:`bpsx.scheduler.terms.Terms`).
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -267,6 +268,26 @@ class Placement:
         for lane in self._lanes[server]:
             self.lane_bytes[lane] = 0
         self.server_bytes[server] = 0
+        self._rank_by_lack()
+
+    def retire(self, slots: Iterable[tuple[int, int]]) -> list[int]:
+        """Count slots, (lane, slot) where they are now, as if they held nothing.
+
+        They stay reserved: some worker may still speak of their keys. Returns the bytes of each.
+        """
+        found = list(slots)
+        sizes = [self._sizes[lane][slot] for lane, slot in found]
+        self.resize(zip(found, itertools.repeat(1)))
+        return sizes
+
+    def resize(self, slots: Iterable[tuple[tuple[int, int], int]]) -> None:
+        """Count other bytes for slots. ``slots``: lane and slot where they are now, and bytes."""
+        server_of = {lane: s for s, lanes in enumerate(self._lanes) for lane in lanes}
+        for (lane, slot), size in slots:
+            more = size - self._sizes[lane][slot]
+            self._sizes[lane][slot] = size
+            self._count(server_of[lane], lane, more)
+            self._bytes += more
         self._rank_by_lack()
 
     def restore(

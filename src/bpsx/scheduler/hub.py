@@ -557,9 +557,8 @@ class Hub:
             return self._members.cannot_start(ident, message)
         if kind in KINDS:
             return self._observers.handle(ident, message, time.monotonic())
-        if kind == "RATE":
-            self._members.rate(ident, message)
-            return []
+        if kind in ("RATE", "PEAK", "COUNTS", "TAKEN"):
+            return self._members.hear_size(ident, message)
         if kind == "DECLARE":
             return self._members.declare(ident, message)
         if kind == "WAITING":

@@ -23,8 +23,8 @@ from bpsx.planning.link_rate import PROBE
 from bpsx.planning.placement import Assignment, Placement
 from bpsx.scheduler import tuning
 from bpsx.scheduler.gathering import Output
-from bpsx.scheduler.growing import Growing
 from bpsx.scheduler.registry import RegisteredTensor, Registry
+from bpsx.scheduler.retuning import Retuning
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, Presence, Supply
 from bpsx.scheduler.surviving import Loss, left_message, lost_message
@@ -34,7 +34,7 @@ from bpsx.scheduler.terms import Terms, is_asynchronous
 _PEER_LEFT_PREFIX = "ended by PeerLeftError"
 
 
-class Membership(Growing):
+class Membership(Retuning):
     """The state of the job.
 
     Owned by one thread. Every method returns the messages to send, as (node, message).
@@ -57,10 +57,6 @@ class Membership(Growing):
         self.epoch = 0  # number of resets after a stall
         # The first worker that left without a failure.
         self._first_leaver: Node | None = None
-        #: Choices made for the job, as texts; the hub logs them and clears this list.
-        self.choices: list[str] = []
-        # None: the size of partitions is not chosen.
-        self._tuning: tuning.PartitionTuning | None = None
         self._dead: list[Loss] = []  # deaths of workers that an asynchronous job survived
         # True if the job failed only because of `_dead`: all other workers left in good order.
         self.survived = False
@@ -96,17 +92,6 @@ class Membership(Growing):
             for s, first in zip(servers, firsts, strict=False)
         ]
         return out + [(w.ident, {**roster, "rank": w.rank, "probes": probes}) for w in workers]
-
-    def rate(self, ident: bytes, m: dict[str, Any]) -> None:
-        """Handle RATE: a worker has measured its links. ``m``: rate."""
-        node = self.nodes.get(ident)
-        if node is None or node.role != "worker" or self._tuning is None:
-            return
-        self._note_choice(self._tuning.add(node.rank, m["rate"]))
-
-    def _note_choice(self, text: str) -> None:
-        if text:
-            self.choices.append(text)
 
     def _arrange(self, servers: Sequence[Node]) -> Placement:
         """Prepare the job that begins with ``servers``; returns the placement of its tensors."""
@@ -292,9 +277,10 @@ class Membership(Growing):
             return []
         if generation is not None and generation != self._joins.generation:
             return []
+        off = self._call_off_change()
         if self._roster.unheard:
             self._deferred_joins[ident] = generation
-            return []
+            return off
         self._stalls.leave(node.rank)
         if node.supply is Supply.PUSHING:
             self._roster.join(node)
@@ -303,7 +289,7 @@ class Membership(Growing):
             + self._notify_unjoined()
             + self._release(self._joins.over())
         )
-        return out + self._send_adoptions(node.rank)
+        return off + out + self._send_adoptions(node.rank)
 
     def _send_adoptions(self, rank: int) -> list[Output]:
         """Send the root of ``rank``, if it has joined, the tensors that only neighbours declared.
@@ -426,12 +412,13 @@ class Membership(Growing):
             return self._fail(
                 f"the job has to end{': ' if apart else ''}{apart}: {text}", Status.STALL
             )
+        off = self._call_off_change()
         self.epoch += 1
         self.registry.clear()
         self._stalls.clear()
         # Send it to workers in join(), too: they could later push an old declaration again.
         reset = {"type": "RESET", "epoch": self.epoch, "status": Status.STALL, "text": text}
-        return self._tell_error([w for _, w in sorted(self._roster.live.items())], reset)
+        return off + self._tell_error([w for _, w in sorted(self._roster.live.items())], reset)
 
     def _awaited(self, keys: Sequence[tuple[str, int]]) -> str:
         """The tensors that a worker has pushed in vain, and a worker that has not pushed the first.

@@ -1,10 +1,11 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
 A node sends HELLO (or CANNOT instead), RATE, DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, MOVED,
-CONNECTED, BROKEN, DEPART, AT, HERE, READY, SYNCED, BYE. The hub sends STATUS, WELCOME, REFUSED,
-PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM, LANES, GONE, STAY,
-SOON, MEET, OFF, LEFT, LOST, END, GOODBYE. To a scheduler that was started again, a node sends
-AGAIN, KNOWN and ENDED, and gets RESUMED: docs/internals/elastic-scheduler.md.
+CONNECTED, BROKEN, DEPART, AT, HERE, READY, SYNCED, PEAK, COUNTS, TAKEN, BYE. The hub sends STATUS,
+WELCOME, REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, TERM,
+LANES, GONE, STAY, SOON, MEET, OFF, COUNT, CHANGE, HOLD, DROP, LEFT, LOST, END, GOODBYE. To a
+scheduler that was started again, a node sends AGAIN, KNOWN and ENDED, and gets RESUMED:
+docs/internals/elastic-scheduler.md.
 
 For observers, a node sends CLOCK, STATS, TRACED and an observer sends OBSERVE; the hub sends CLOCK,
 WATCH, TRACE, and VIEW to the observer.
@@ -22,7 +23,8 @@ BROKEN names a server that others reach, but this worker no longer: docs/interna
 LANES, CONNECTED and GONE are about servers that join a running job, DEPART and STAY about nodes
 that leave it. docs/internals/elastic-servers.md, elastic-departures.md and
 elastic-departures-workers.md have their fields. AT, HERE, READY, SYNCED, SOON, MEET and OFF are
-about workers that join: docs/internals/elastic-joins.md.
+about workers that join: docs/internals/elastic-joins.md. PEAK, COUNT, COUNTS, CHANGE, TAKEN, HOLD
+and DROP change the size of partitions: docs/internals/retuning.md.
 
 The places in PLACED and ADOPT are those that were given out first, in any term. Workers apply the
 moves of all terms themselves, also to tensors that they declare later.
@@ -33,7 +35,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 15
+PROTOCOL = 16
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -92,6 +94,12 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     },
     #: Bytes of a tensor per second that a worker has exchanged with the servers.
     "RATE": {"rate": (int, 0, 2**62)},
+    #: Bytes per second of the answers that have reached a worker in its best moment.
+    "PEAK": {"rate": (int, 1, 2**62)},
+    #: Push_pulls that a worker has begun: name, generation and number of each tensor.
+    "COUNTS": {"number": _POSITION, "epoch": _POSITION, "items": (list, 0, 1 << 16)},
+    #: A worker has noted the last counts, or some count has passed its last one.
+    "TAKEN": {"number": _POSITION, "fits": (bool, 0, 1)},
     "DECLARE": {
         "name": (str, 1, MAX_NAME),
         "generation": _POSITION,
@@ -197,6 +205,17 @@ def check(message: dict[str, Any]) -> None:
         _check_stats(message["values"], message["late"])
     if message["type"] == "WAITING":
         _check_waiting(message["new"], message["over"])
+    if message["type"] == "COUNTS" and not all(map(_is_count, message["items"])):
+        raise BadMessage("COUNTS: an item is not a name and two numbers")
+
+
+def _is_count(item: Any) -> bool:
+    return (
+        isinstance(item, list)
+        and len(item) == 3
+        and isinstance(item[0], str)
+        and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in item[1:])
+    )
 
 
 def _are_pieces(pieces: list[Any], nbytes: int) -> bool:

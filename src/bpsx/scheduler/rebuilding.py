@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+from bpsx.config import PARTITION_BYTES
 from bpsx.scheduler.arrivals import Arrival, lanes_message
 from bpsx.scheduler.gathering import Output
 from bpsx.scheduler.growing import Newcomer
@@ -16,12 +17,13 @@ from bpsx.scheduler.meetings import MeetingState
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.registry import RegisteredTensor
 from bpsx.scheduler.reports import Report, Term, parse
+from bpsx.scheduler.resizing import superseded
 from bpsx.scheduler.returning import Returning, slots_given
 from bpsx.scheduler.roster import Node, names
 from bpsx.scheduler.states import JobEvent, JobState, PresenceEvent, Supply
 from bpsx.scheduler.surviving import Loss, left_message, term_message
 from bpsx.scheduler.terms import EarlierTerm
-from bpsx.scheduler.tuning import restored_size, tunes_partitions
+from bpsx.scheduler.tuning import PartitionTuning, restored_size, tunes_partitions
 
 #: Reasons for which this scheduler refuses nodes that come back.
 _SILENT = "this scheduler had lost its connections to all workers, and ends"
@@ -222,6 +224,7 @@ class Rebuilding(Membership):
         if failure := next((r.failure for r in back if r.failure), None):
             return out + self._fail(failure) + self._refuse_failed(job, replaced)
         out += self._send_lanes(job, known) + self._send_terms(job, longest)
+        out += _finish_change(job)
 
         def catch_up() -> list[Output]:
             done = self._meet_anew([r.ident for r in job.workers.values()], now)
@@ -440,9 +443,13 @@ class Rebuilding(Membership):
         tellers = [*workers.values(), *job.servers.values()]
         placement.restore(replaced, slots_given(tellers, longest), places, yields)
         if tunes_partitions(self._of("worker")[0].config, self.machines, self.asynchronous):
-            placement.wanted_bytes = restored_size(tensors)
-        self.look_for_uneven(now)
+            size = max(workers.values(), key=lambda r: r.held).resized or restored_size(tensors)
+            self._tuning = PartitionTuning(placement, PARTITION_BYTES, len(workers), size)
+            self._resizing = self._tuning.resizing(now, max(r.change for r in workers.values()))
         self.registry.restore(tensors, max(r.key for r in tellers))
+        for key in superseded(tensors, _dropped_change(job)):
+            placement.retire(self.terms.resolve(p.lane, p.slot) for p in tensors[key].places)
+        self.look_for_uneven(now)
 
     def _restore_workers(self, term: Term) -> None:
         """Note the workers that were lost or have entered in a term."""
@@ -591,6 +598,21 @@ class Rebuilding(Membership):
             if rank in live:
                 out += self._send_adoptions(rank)
         return out
+
+
+def _dropped_change(job: Returning) -> int:
+    """The number of the latest change of the partitions' size if it does not hold; or 0."""
+    number = max(r.change for r in job.workers.values())
+    return number if number > max(r.held for r in job.workers.values()) else 0
+
+
+def _finish_change(job: Returning) -> list[Output]:
+    """Tell whether the latest change of the partitions' size holds: some worker may not know."""
+    workers = job.workers.values()
+    number = max(r.change for r in workers)
+    kind = "DROP" if _dropped_change(job) else "HOLD"
+    size = max(r.resized for r in workers if r.held == max(r.held for r in workers))
+    return [(r.ident, {"type": kind, "number": number, "size": size}) for r in workers if number]
 
 
 def _refuse(ident: bytes, reason: str, over: bool) -> Output:

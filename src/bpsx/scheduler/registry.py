@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import Status
 from bpsx.planning.placement import PARTS_PER_TENSOR, Assignment, Placement
+from bpsx.scheduler.resizing import original_of
 
 
 @dataclass
@@ -115,6 +116,29 @@ class Registry:
         self._note(rank, name, generation, known)
         return known, told
 
+    def succeed(self, name: str, generation: int, successor: int) -> list[Assignment]:
+        """Place a tensor's successor, a generation of its name that all its workers know at once.
+
+        Returns its places. The tensor has been placed, and its partitions are not compressed.
+        """
+        known = self._tensors[name, generation]
+        follower = RegisteredTensor(
+            known.nbytes, known.dtype, known.shape, known.codec, dict(known.ranks)
+        )
+        follower.places = self._placement.place(self._placed, known.nbytes)
+        self._placed += 1
+        self._tensors[name, successor] = follower
+        return follower.places
+
+    def drop(self, name: str, generation: int) -> None:
+        """Forget a successor that no worker has used."""
+        self._tensors.pop((name, generation), None)
+
+    def tensor(self, name: str, generation: int) -> RegisteredTensor | None:
+        """Return a declared tensor; None if it is unknown or has failed."""
+        known = self._tensors.get((name, generation))
+        return known if known is not None and not known.failure else None
+
     def restore(
         self, tensors: Mapping[tuple[str, int], RegisteredTensor], largest_key: int
     ) -> None:
@@ -182,4 +206,5 @@ class Registry:
         return repr(name) + (f" ({known.describe()})" if known is not None else "")
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        """The number of tensors; one and its successors count once."""
+        return len({(name, original_of(generation)) for name, generation in self._tensors})

@@ -93,6 +93,9 @@ class Report:
     dropped: dict[int, int] = field(default_factory=dict)
     entered: dict[int, int] = field(default_factory=dict)
     heard: int = 0
+    change: int = 0
+    held: int = 0
+    resized: int = 0
 
     def add(self, m: dict[str, Any]) -> None:
         """Take a KNOWN."""
@@ -158,6 +161,7 @@ def parse(ident: bytes, m: dict[str, Any]) -> Report:
     report.joins, report.last = _number(state["joins"]), _number(state["last"], -1)
     report.joined, report.fresh = bool(state["joined"]), bool(state["fresh"])
     report.leaves, report.lost = bool(state["leaves"]), bool(state["lost"])
+    report.change, report.held, report.resized = (_number(number) for number in state["change"])
     report._take_numbers(state)
     return report
 

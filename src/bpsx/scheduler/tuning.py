@@ -13,6 +13,7 @@ from bpsx.planning.link_rate import LEAST, PROBE, partition_size
 from bpsx.planning.load_balance import shares_by_host
 from bpsx.planning.placement import Placement
 from bpsx.scheduler.registry import RegisteredTensor
+from bpsx.scheduler.resizing import Resizing
 
 
 def divides_by_machine(
@@ -51,12 +52,15 @@ class PartitionTuning:
     its own. ``placement``: the job's; workers measure with small partitions.
     """
 
-    def __init__(self, placement: Placement, most: int, workers: int) -> None:
-        """``most``: bytes of a partition where links are fast. ``workers``: number of them."""
-        self._placement, self._most, self._workers = placement, most, workers
+    def __init__(self, placement: Placement, most: int, workers: int, size: int = 0) -> None:
+        """``most``: bytes of a partition where links are fast. ``workers``: number of them.
+
+        ``size``: what an earlier scheduler has decided; 0: nothing.
+        """
+        self.placement, self._most, self._workers = placement, most, workers
         self._rates: dict[int, float] = {}
-        self._decided = False
-        placement.wanted_bytes = min(LEAST, most)
+        self.decided = bool(size)  # the size is known
+        placement.wanted_bytes = size or min(LEAST, most)
 
     def add(self, worker: int, rate: float) -> str:
         """Note a worker's rate in bytes per second; returns what was decided by it, as text."""
@@ -65,11 +69,11 @@ class PartitionTuning:
 
     def decide(self) -> str:
         """Decide by the rates that are known; returns what was decided, "" if nothing was."""
-        if self._decided:
+        if self.decided:
             return ""
-        self._decided = True
+        self.decided = True
         size = partition_size(self._rates.values(), self._most) if self._rates else self._most
-        self._placement.wanted_bytes = size
+        self.placement.wanted_bytes = size
         if not self._rates:
             return ""
         return (
@@ -77,6 +81,14 @@ class PartitionTuning:
             f" {min(self._rates.values()) / 1e6:.0f} MB/s with the servers"
             " (BPSX_AUTOTUNE, BYTEPS_PARTITION_BYTES)"
         )
+
+    def set_size(self, size: int) -> None:
+        """Cut tensors by another size from now on."""
+        self.placement.wanted_bytes = size
+
+    def resizing(self, now: float, number: int = 0) -> Resizing:
+        """Return the changes of the size that has been decided. ``number``: of the latest one."""
+        return Resizing(self.placement.wanted_bytes, self._most, now, number)
 
 
 #: Compressions, as spec.py writes them, of tensors whose partitions have the chosen size.

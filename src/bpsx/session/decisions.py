@@ -40,6 +40,9 @@ class Decisions:
         self.reset = (0, "")
         self.joins, self.last, self.cleared = 0, -1, 0
         self.doubt: tuple[int, str] | None = None
+        # Numbers of the latest change of partitions, and of the latest one that holds; the size
+        # that it has given them, 0: none has.
+        self.change, self.held, self.size = 0, 0, 0
         # Largest key, and number of slots on each lane, that this worker has heard of.
         self._key = -1
         self._slots: dict[int, int] = {}
@@ -57,6 +60,10 @@ class Decisions:
     def begin_term(self, message: dict[str, Any]) -> None:
         """Handle TERM: record the term."""
         self.terms.append([message[field] for field in TERM_FIELDS])
+
+    def forget(self, name: Name) -> None:
+        """Forget a declaration that no push_pull has used."""
+        self._places.pop(name, None)
 
     def come(self, message: dict[str, Any]) -> None:
         """Handle LANES: record a server that joins the running job."""
@@ -99,6 +106,7 @@ class Decisions:
             "joined": joined,
             "fresh": fresh,
             "leaves": leaves,
+            "change": [self.change, self.held, self.size],
             "lost": lost,
             "key": self._key,
             "slots": sorted(self._slots.items()),

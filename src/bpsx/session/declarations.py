@@ -19,22 +19,27 @@ from bpsx._core import Core
 from bpsx.compression.manager import Compressing
 from bpsx.compression.spec import CompressionSpec, parse
 from bpsx.core._handle import Handle
-from bpsx.core._tensor import Declaration
+from bpsx.core._tensor import Declaration, Tensor
 from bpsx.core.declared_state import DeclaredEvent, DeclaredState
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import Status
+from bpsx.planning.link_rate import LEAST
 from bpsx.scheduler.client import SchedulerLink
 from bpsx.scheduler.messages import MOST_ITEMS
 from bpsx.session.decisions import Decisions
 from bpsx.session.join import Joining
 from bpsx.session.refusals import mine
 from bpsx.session.states import CLOSING, Life, Lifetime
+from bpsx.session.successors import Successors
 from bpsx.session.told_names import Signature, packed
 from bpsx.session.told_names import parse as parse_names
 from bpsx.telemetry.reporter import Reporter
 
 log = logging.getLogger("bpsx.session.session")
 _UNANSWERED = (DeclaredState.ASKED, DeclaredState.RETIRING)
+#: Most tensors in COUNTS, and characters of their names, so that it is no larger than the hub
+#: accepts. The others keep their partitions.
+_MOST_COUNTS, _LONGEST_NAME = 1 << 13, 160
 
 
 def _stands_for(which: tuple[str, str], name: str) -> bool:
@@ -100,6 +105,7 @@ class Declarations:
         self._calls = 0
         # Push_pulls in progress as last reported: (name, generation) -> (round, is waited for).
         self._said: dict[tuple[str, int], tuple[int, bool]] = {}
+        self._successors = Successors()
 
     # ---- names of workers that have joined
 
@@ -147,22 +153,8 @@ class Declarations:
             declared = self._declared.get((name, generation))
             if declared is None or declared.state not in _UNANSWERED:
                 return
-            offsets = itertools.accumulate((place[3] for place in places), initial=0)
-            parts = [
-                (key, lane, slot, offset, length)
-                for (key, lane, slot, length), offset in zip(places, offsets)
-            ]
-            self.reporter.name(
-                name,
-                (place[0] for place in places),
-                shape=declared.shape,
-                dtype=BY_CODE[declared.dtype].name,
-                compression=declared.codec.text() if declared.codec is not None else "",
-            )
             on = declared.pending[0].gpu if declared.pending else None
-            tensor = self.compressing.tensor(
-                name, declared.dtype, parts, generation, declared.codec, declared.shape, on
-            )
+            tensor = self._make_tensor(name, declared, places, on)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
@@ -171,6 +163,33 @@ class Declarations:
             # threads submit directly.
             declared.move(DeclaredEvent.PLACED)
             self._settled.notify_all()
+
+    def _make_tensor(
+        self,
+        name: str,
+        declared: Declaration,
+        places: list[tuple[int, int, int, int]],
+        on: Any = None,
+    ) -> Tensor:
+        """Return the core's tensor of a declaration that has got its places.
+
+        ``on``: the GPU of its first push_pull, or None.
+        """
+        offsets = itertools.accumulate((place[3] for place in places), initial=0)
+        parts = [
+            (key, lane, slot, offset, length)
+            for (key, lane, slot, length), offset in zip(places, offsets)
+        ]
+        self.reporter.name(
+            name,
+            (place[0] for place in places),
+            shape=declared.shape,
+            dtype=BY_CODE[declared.dtype].name,
+            compression=declared.codec.text() if declared.codec is not None else "",
+        )
+        return self.compressing.tensor(
+            name, declared.dtype, parts, declared.generation, declared.codec, declared.shape, on
+        )
 
     def _fail_declaration(self, name: str, generation: int, status: int, text: str) -> None:
         """Fail a generation of a name about whose declaration the workers disagree.
@@ -184,6 +203,7 @@ class Declarations:
             if declared is None or declared.state is DeclaredState.FAILED:
                 return
             declared.move(DeclaredEvent.DISPUTED)  # the next push_pull declares the name anew
+            self._successors.forget(declared)
             self._decisions.fail((name, generation), status, text)
             self._failed[name] = declared
             pending, declared.pending = declared.pending, []
@@ -242,6 +262,7 @@ class Declarations:
                 self._said,
                 self._renewed,
                 self._told,
+                self._successors,
             ):
                 known.clear()
             self._epoch, self._calls = epoch, 0
@@ -309,6 +330,141 @@ class Declarations:
                 calls=self._calls,
                 last=at + MOST_ITEMS >= end,
             )
+
+    # ---- partitions of another size (control thread)
+
+    def _resize(self, message: dict[str, Any]) -> None:
+        """Handle COUNT, CHANGE, HOLD or DROP."""
+        kind = message["type"]
+        if kind == "COUNT":
+            self._tell_counts(message)
+        elif kind == "CHANGE":
+            self._change(message)
+        elif kind == "HOLD":
+            self._hold(message["number"], message["size"])
+        else:
+            self._drop(message["number"])
+
+    def _tell_counts(self, message: dict[str, Any]) -> None:
+        """Handle COUNT: tell how many push_pulls of each tensor have begun."""
+        assert self._link is not None
+        with self._lock:
+            items = [
+                [name, declared.generation, declared.count]
+                for (name, *_), declared in self._by_signature.items()
+                if declared.state is DeclaredState.PLACED
+                and declared.last < 0
+                and declared.codec is None
+                and declared.nbytes > LEAST
+                and len(name) <= _LONGEST_NAME
+            ]
+            epoch = self._epoch
+        self._link.send("COUNTS", number=message["number"], epoch=epoch, items=items[:_MOST_COUNTS])
+
+    def _change(self, message: dict[str, Any]) -> None:
+        """Handle CHANGE: note last counts and successors, unless a count has passed its last."""
+        assert self._link is not None
+        number, items = message["number"], message["items"]
+        with self._lock:
+            self._decisions.change = number
+            fits = not self._life.halted and all(
+                self._may_end(name, old, last) for name, old, last, *_ in items
+            )
+            if fits:
+                for name, old, _, new, places in items:
+                    self._prepare_successor(name, old, new, places)
+                # In one step each: other threads count push_pulls without the lock.
+                fits = all(self._declared[name, n].bound(last) for name, n, last, *_ in items)
+            if not fits:
+                self._forget_successors()
+        self._link.send("TAKEN", number=number, fits=fits)
+
+    def _may_end(self, name: str, generation: int, last: int) -> bool:
+        """Whether a declaration can end after so many push_pulls. The caller holds the lock.
+
+        Not if there is none, if it ends anyway, or if more push_pulls have begun.
+        """
+        declared = self._declared.get((name, generation))
+        return (
+            declared is not None
+            and declared.state is DeclaredState.PLACED
+            and declared.last < 0
+            and declared.count <= last
+        )
+
+    def _prepare_successor(self, name: str, old: int, new: int, places: list[Any]) -> None:
+        """Make a declaration's successor. The caller holds the lock."""
+        declared = self._declared[name, old]
+        successor = Declaration(
+            new, declared.shape, declared.dtype, declared.nbytes, declared.codec
+        )
+        self._declared[name, new] = successor
+        self._decisions.place((name, new), places)
+        successor.tensor = self._make_tensor(name, successor, places)
+        successor.move(DeclaredEvent.PLACED)
+        self._successors.close(name, declared, successor)
+
+    def _forget_successors(self) -> None:
+        """Go on with the declarations of a change that is off. The caller holds the lock."""
+        for name, declared, successor in self._successors.drop():
+            self._release_pending(declared, declared)
+            declared.last = -1
+            del self._declared[name, successor.generation]
+            self._decisions.forget((name, successor.generation))
+
+    def _hold(self, number: int, size: int) -> None:
+        """Handle HOLD: all workers have noted the last counts of a change to ``size`` bytes."""
+        with self._lock:
+            if number != self._decisions.change or number == self._decisions.held:
+                return
+            self._decisions.held, self._decisions.size = number, size
+            for name, declared, successor in self._successors.hold():
+                if declared.pending:
+                    self._succeed(name, declared, successor)
+            self._settled.notify_all()
+
+    def _drop(self, number: int) -> None:
+        """Handle DROP: a change is off."""
+        with self._lock:
+            if number != self._decisions.change or number == self._decisions.held:
+                return
+            self._forget_successors()
+            self._settled.notify_all()
+
+    def _succeed(self, name: str, declared: Declaration, successor: Declaration) -> None:
+        """Go on with a declaration's successor. The caller holds the lock."""
+        self._successors.forget(declared)
+        successor.codec = declared.codec
+        self._release_pending(declared, successor)
+        if declared.state is DeclaredState.PLACED:
+            declared.move(DeclaredEvent.ENDED)
+        signature = name, declared.shape, declared.dtype, declared.codec
+        if self._by_signature.get(signature) is declared:
+            self._by_signature[signature] = successor
+        # Last: push_pulls start in the order of submission. Only now may other threads begin some
+        # without the lock.
+        if self._latest.get(name) is declared:
+            self._latest[name] = successor
+
+    def _release_pending(self, declared: Declaration, with_: Declaration) -> None:
+        """Begin the push_pulls that wait at a last count. The caller holds the lock.
+
+        ``with_``: the declaration with which they begin, which no other thread can use yet.
+        """
+        for handle in declared.pending:
+            with_.uses += 1
+            with_.count += 1
+            assert with_.tensor is not None
+            self._core.release(handle, with_.tensor)
+        declared.pending = []  # only now: join() waits for all that have not ended
+
+    def _begin_counts(self) -> None:
+        """Count from zero, as all workers do: closed declarations end here."""
+        with self._lock:
+            for name, declared, successor in self._successors.held():
+                self._succeed(name, declared, successor)
+            for declared in self._declared.values():
+                declared.count = 0
 
     # ---- declaring (any thread)
 
@@ -405,12 +561,15 @@ class Declarations:
             )
         if declared is None:
             declared = self._request_placement(name, shape, dtype, nbytes, codec)
-        self._latest[name] = declared
         declared.codec = codec  # later calls compare this object by identity
-        declared.uses += 1
-        if declared.tensor is not None:
+        counted = declared.count_use()
+        if not counted and (successor := self._successors.follow(declared)) is not None:
+            self._succeed(name, declared, successor)
+            declared, counted = successor, successor.count_use()
+        self._latest[name] = declared
+        if declared.tensor is not None and counted:
             self._core.release(handle, declared.tensor)
-        else:
+        else:  # it is not placed, or it has reached its last count and others have yet to note that
             declared.pending.append(handle)
 
     def _request_placement(

@@ -12,7 +12,7 @@ from bpsx.core._late_lanes import LateLanes
 from bpsx.errors import Status
 from bpsx.local.devices import Devices
 from bpsx.local.neighbourhood import Neighbourhood
-from bpsx.scheduler.client import Report
+from bpsx.scheduler.client import Report, SchedulerLink
 from bpsx.session.boundaries import Boundaries
 from bpsx.session.company import Company
 from bpsx.session.decisions import parts
@@ -23,6 +23,8 @@ from bpsx.session.states import OVER, Event, Life
 from bpsx.telemetry._recorder import monotonic_ns
 
 log = logging.getLogger("bpsx.session.session")
+#: Seconds between two reports of what the links carry.
+PEAK_SECONDS = 10.0
 
 
 class Liveness(Declarations):
@@ -49,6 +51,8 @@ class Liveness(Declarations):
         # None: this process does not speak to servers, or they cannot change.
         self._late: LateServers | None = None
         self._begun: dict[int, tuple[int, str]] = {}  # terms that this process moves to: when, why
+        # Whether the partitions' size may change; when the peak has been told.
+        self._tells_peaks, self._peak_told_ns = False, monotonic_ns()
 
     @property
     def state(self) -> Life:
@@ -142,6 +146,8 @@ class Liveness(Declarations):
                 self._decisions.last = message["last"]
                 self._count_from_zero()
             self._joining.hear(message)
+        elif kind in ("COUNT", "CHANGE", "HOLD", "DROP"):
+            self._resize(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
         elif kind == "LOST":
@@ -227,6 +233,7 @@ class Liveness(Declarations):
         """Have lanes count rounds from zero, before any thread of the script goes on."""
         self._decisions.joins += 1
         self._calls = 0  # a worker that joined earlier has asked for fewer push_pulls
+        self._begin_counts()
         self._core.all_joined()
 
     def _count_on(self, message: dict[str, Any]) -> None:
@@ -327,6 +334,15 @@ class Liveness(Declarations):
         self.reporter.tick()
         if self._link is not None and not away:
             self._report_waiting(min(1.0, self.config.stall_warn / 2))
+            self._report_peak(self._link)
+
+    def _report_peak(self, link: SchedulerLink) -> None:
+        """Tell the scheduler what the links have carried, every :data:`PEAK_SECONDS`."""
+        now = monotonic_ns()
+        if self._tells_peaks and now - self._peak_told_ns >= PEAK_SECONDS * 1e9:
+            self._peak_told_ns = now
+            if rate := self._core.take_peak():
+                link.send("PEAK", rate=rate)
 
 
 def _pairs(targets: list[list[int]]) -> list[tuple[int, int]]:

@@ -72,6 +72,9 @@ class Session(Liveness):
         self.config, self.job, self.continued = config, resources.job, resources.continued
         self.number, self._company = config.rank, Company(config.rank, resources.numbers)
         self.shrinks = resources.shrinks
+        # A timeline numbers a tensor's steps by its rounds, and a successor's rounds begin anew.
+        keeps_size = self.shrinks or self._near.machine or config.trace_on
+        self._tells_peaks = resources.probes and not keeps_size
         self.local_rank: int = config.local_rank
         self.local_size: int = config.local_size
         self._async: bool = config.asynchronous
@@ -610,6 +613,6 @@ class Session(Liveness):
             )
 
     def _unfinished(self) -> int:
-        return int(self._core.unsettled) + sum(
-            len(d.pending) for d in list(self._declared.values())
-        )
+        # What is released between the two looks counts twice. In another order it would not at all.
+        waiting = sum(len(d.pending) for d in list(self._declared.values()))
+        return waiting + int(self._core.unsettled)
