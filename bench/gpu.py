@@ -47,12 +47,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import network, peers
-from bench.jobs import Job, progress
+from bench.jobs import TRANSPORTS, Job, progress
 from bench.report import BenchError, Case, integers, median_case
 from bench.shapes import NETWORKS
 
 TRAIN, LINKS = ("resnet50", "vgg16", "bert-large"), ("vgg16", "bert-large")
 RATES, EXTRA = ("10gbit", "5gbit"), (0, 4)
+#: Shared memory within a machine and plain sockets between machines, as jobs have by default.
+DEFAULT = "shm"
 _UNITS = {"gbit": 1e9, "mbit": 1e6}
 #: Burst that a link may send at once: seconds of its rate (4 MB at 10 Gbit/s), and bytes. With less
 #: the rate is not reached.
@@ -93,8 +95,8 @@ class Setup:
     """Options of a run.
 
     ``device``: cuda or cpu. ``networks``: names of networks; None means each part's own.
-    ``machines``, ``rates``, ``extra``, ``congestion``, ``ways``: for **links**, see the module's
-    docstring.
+    ``machines``, ``rates``, ``extra``, ``congestion``, ``ways``, ``transport``: for **links**, see
+    the module's docstring.
     """
 
     device: str = "cuda"
@@ -106,6 +108,7 @@ class Setup:
     congestion: str | None = None
     ways: Sequence[str] = ("onebit",)
     plan: Plan = Plan()
+    transport: str = DEFAULT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +170,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--congestion", help="TCP congestion control on links (default: the host's)"
     )
+    parser.add_argument(
+        "--transport",
+        choices=sorted(TRANSPORTS),
+        default=DEFAULT,
+        help=(
+            "transport of links (default: %(default)s: shared memory within a machine, plain"
+            " sockets between machines)"
+        ),
+    )
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -191,6 +203,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         options.congestion,
         ways,
         plan_of(options.device, options.quick),
+        options.transport,
     )
     for rate in setup.rates:
         bits(rate)
@@ -275,7 +288,7 @@ def gpu_job(
     *,
     links: network.Links | None = None,
     peer: bool = True,
-    transport: str = "zmq",
+    transport: str = "tcp",
     processes: int | None = None,
     **environment: str,
 ) -> Iterator[Job]:
@@ -311,16 +324,22 @@ def visible_devices(device: str) -> str | None:
 
 
 def _job(
-    setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True
+    setup: Setup,
+    servers: int,
+    links: network.Links | None = None,
+    peer: bool = True,
+    transport: str = "tcp",
 ) -> contextlib.AbstractContextManager[Job]:
     """Start a job with a worker per GPU; with ``links``, a worker per machine.
 
-    Without servers all workers are on one machine, otherwise each is on its own. ``peer``: see
-    :func:`gpu_job`.
+    Without servers all workers are on one machine, otherwise each is on its own. ``peer``,
+    ``transport``: see :func:`gpu_job`.
     """
     count = setup.gpus if links is None else setup.machines
     variables = own(count, setup.gpus, visible_devices(setup.device)) if servers else None
-    return gpu_job(setup.device, count, servers, variables, links=links, peer=peer)
+    return gpu_job(
+        setup.device, count, servers, variables, links=links, peer=peer, transport=transport
+    )
 
 
 def nccl(setup: Setup) -> list[Case]:
@@ -539,7 +558,7 @@ def _linked(setup: Setup, rate: str, extra: int) -> Iterator[Job]:
         network.Links(
             places, rate, both=True, burst=burst, beside=beside, congestion=setup.congestion
         ) as made,
-        _job(setup, extra or setup.machines, made) as job,
+        _job(setup, extra or setup.machines, made, transport=setup.transport) as job,
     ):
         yield job
 

@@ -247,7 +247,7 @@ class _Roots:
             machines * each,
             machines,
             gpu.own(machines, machines * each, visible, each),
-            transport="shm" if machines == 1 else "zmq",
+            transport="shm" if machines == 1 else "tcp",
             processes=each,
             BYTEPS_LOG_LEVEL="info",  # a worker reports how bpsx groups the GPUs
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import math
 import sys
@@ -217,8 +218,32 @@ def _options(**given: Any) -> argparse.Namespace:
         "quick": True,
         "congestion": None,
         "ways": "onebit",
+        "transport": "shm",
     }
     return argparse.Namespace(**{**usual, **given})
+
+
+def test_links_are_measured_over_the_transport_that_jobs_have_by_default(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser, started = argparse.ArgumentParser(), []
+    bench.add_arguments(parser)
+    chosen = parser.parse_args([]).transport
+    assert importlib.import_module("bench.jobs").TRANSPORTS[chosen] == {
+        "DMLC_ENABLE_RDMA": "tcp",
+        "BYTEPS_ENABLE_IPC": "1",
+    }
+    monkeypatch.setattr(bench.network, "Links", lambda *_, **__: contextlib.nullcontext())
+
+    def start(*_: Any, transport: str, **__: Any) -> contextlib.AbstractContextManager[None]:
+        started.append(transport)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(bench, "gpu_job", start)
+    for transport in (chosen, "zmq"):
+        with bench._linked(bench.Setup("cpu", 2, 2, transport=transport), "10gbit", 2):
+            pass
+    assert started == [chosen, "zmq"]
 
 
 @pytest.mark.parametrize(
