@@ -61,6 +61,10 @@ BENCHES = {
         " against the optimum"
     ),
     "advise": "step times that bpsx-run advise predicts; against steps on slow links",
+    "growth": (
+        "time of a push_pull by number of workers, 2 to 16, on links of 1 Gbit/s; against gloo's"
+        " all_reduce"
+    ),
     "far": "rate between machines that are far apart, by default; against larger send buffers",
     "install": "seconds of each step of make demo in a fresh copy; size of its environment",
     "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",

@@ -69,16 +69,10 @@ class Division:
     seconds: dict[str, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_links(parser: argparse.ArgumentParser, rate: str) -> None:
+    """Add the options of links. ``rate``: default."""
     parser.add_argument(
-        "--rate",
-        default="500mbit",
-        help="rate of each link, in tc's notation (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--spare",
-        default="0,1,2,3,4",
-        help="numbers of spare machines, separated by commas (default: %(default)s)",
+        "--rate", default=rate, help="rate of each link, in tc's notation (default: %(default)s)"
     )
     parser.add_argument(
         "--transport",
@@ -88,6 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "transport between the processes (default: %(default)s: shared memory within a "
             "machine, plain sockets between machines)"
         ),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_links(parser, "500mbit")
+    parser.add_argument(
+        "--spare",
+        default="0,1,2,3,4",
+        help="numbers of spare machines, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--congestion",
