@@ -48,7 +48,7 @@ from pathlib import Path
 
 from bench import network, peers
 from bench.jobs import TRANSPORTS, Job, progress
-from bench.report import BenchError, Case, integers, median_case
+from bench.report import BenchError, Case, Draw, integers, median_case
 from bench.shapes import NETWORKS
 
 TRAIN, LINKS = ("resnet50", "vgg16", "bert-large"), ("vgg16", "bert-large")
@@ -179,6 +179,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             " sockets between machines)"
         ),
     )
+
+
+def picture(_: argparse.Namespace) -> Draw:
+    """Return the function that draws **links**. Raises :class:`BenchError` without matplotlib."""
+    from bench.gpu_plot import draw
+
+    return draw
 
 
 def run(options: argparse.Namespace) -> list[Case]:

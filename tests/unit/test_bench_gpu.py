@@ -246,6 +246,14 @@ def test_links_are_measured_over_the_transport_that_jobs_have_by_default(
     assert started == [chosen, "zmq"]
 
 
+def test_a_run_without_links_cannot_be_drawn(bench: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = importlib.import_module("bench.report")
+    cases = [report.Case("nccl-large", 1.0, "GB/s"), report.Case("links-10gbit-k4-vgg16", 1, "ms")]
+    with pytest.raises(report.BenchError, match="no case links-<rate>gbit-k0-<network>"):
+        bench.picture(_options())({}, cases, str(tmp_path / "none.svg"))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

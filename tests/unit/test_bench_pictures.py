@@ -15,6 +15,7 @@ FIGURES = sorted((ROOT / "docs" / "images").glob("*.json"))
 MODULES = {
     "compress": "bench.end_to_end_plot",
     "cores": "bench.cores_plot",
+    "gpu": "bench.gpu_plot",
     "shaped": "bench.scaling.plot",
 }
 
