@@ -18,12 +18,11 @@ import argparse
 import collections
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from bench import network, peers
 from bench.jobs import Job, progress
 from bench.report import BenchError, Case, integers, median_case
-from bench.scaling import add_links, bytes_per_second, optimum, steady
+from bench.scaling import Plan, add_links, bytes_per_second, optimum, steady
 
 BYTES = 100_000_000
 _TARGET = "<= 1.1"
@@ -31,16 +30,6 @@ _TARGET = "<= 1.1"
 _COMMON = {"OMP_NUM_THREADS": "1"}
 #: Seconds that a command may take.
 _PATIENCE = 600.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Amount of measuring. ``rate``: rate of each link, in tc's notation."""
-
-    rate: str
-    transport: str
-    congestion: str
-    turns: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
