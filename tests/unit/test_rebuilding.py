@@ -78,8 +78,8 @@ def prepared(script: str, world: World) -> None:
 
 
 def settle_now(world: World) -> None:
-    """Deliver everything without that time passes."""
-    for _ in range(6):
+    """Deliver all messages, and their answers, while no time passes."""
+    for _ in range(20):
         for node in world.nodes:
             while node.outbox:
                 world.act(node)

@@ -25,7 +25,7 @@ from bpsx.scheduler.resizing import (
 from bpsx.scheduler.states import JobState
 from bpsx.session.successors import Successors
 from unit.scripted_job import Server, Worker, World
-from unit.test_rebuilding import decided_once
+from unit.test_rebuilding import decided_once, settle_now
 
 KIB = 1 << 10
 MOST = 2 << 20
@@ -34,7 +34,7 @@ SLOW, MIDDLE, FAST = 12.5e6, 250e6, 2.5e9
 
 
 def told(size: int, *rates: float, workers: int = 2, now: float = FIRST_WAIT) -> int:
-    """What is found after reports of these rates, by each worker."""
+    """Return the size that is found after all workers have reported these rates."""
     one = Resizing(size, MOST, 0.0)
     for rate in rates:
         for worker in range(workers):
@@ -154,25 +154,15 @@ def tuned(workers: int = 2, servers: int = 2, rate: float = FAST) -> World:
     world = World(workers, servers, apart=True)
     for worker in world.workers:
         worker.send("RATE", rate=int(rate))
-    deliver(world)
+    settle_now(world)
     for worker in world.workers:
         worker.declare("large", 1 << 20), worker.declare("small", 100)
         worker.declare("seldom", 1 << 20)
-    deliver(world)
+    settle_now(world)
     for worker in world.workers:
         for _ in range(LEAST_COUNT):
             worker.push_pull("large"), worker.push_pull("small")
     return world
-
-
-def deliver(world: World) -> None:
-    """Deliver everything without that time passes."""
-    for _ in range(20):
-        for node in world.nodes:
-            while node.outbox:
-                world.act(node)
-            while node.inbox:
-                node.take()
 
 
 def notice(world: World, rate: float) -> None:
@@ -207,7 +197,7 @@ def test_all_workers_change_after_the_same_push_pull() -> None:
     world.workers[0].push_pull("large"), world.workers[0].push_pull("large")
     assert lengths(world.workers[0], "large") == {MOST}
     notice(world, SLOW)
-    deliver(world)
+    settle_now(world)
     assert [w.decisions.held for w in world.workers] == [1, 1]
     last = LEAST_COUNT + 2 + MARGIN + 2
     for used in uses(world, "large", 60):
@@ -230,7 +220,7 @@ def test_a_push_pull_waits_at_its_last_count() -> None:
     for _ in range(50):
         first.push_pull("large")
     assert first.used["large"] == [0] * (LEAST_COUNT + MARGIN)
-    deliver(world)
+    settle_now(world)
     for _ in range(50):
         first.push_pull("large")
     assert len(first.used["large"]) == 50 + LEAST_COUNT + MARGIN
@@ -244,7 +234,7 @@ def test_a_change_is_off_if_a_worker_has_gone_too_far() -> None:
         world.act(worker)
     for _ in range(MARGIN + 1):
         world.workers[1].push_pull("large")
-    deliver(world)
+    settle_now(world)
     assert [w.decisions.held for w in world.workers] == [0, 0]
     assert all(set(used) == {0} for used in uses(world, "large", 60))
 
@@ -265,7 +255,7 @@ def test_what_calls_a_change_off(event: str) -> None:
         world.deliver(world.hub._call_off_change())
     if first.outbox:
         world.act(first)
-    deliver(world)
+    settle_now(world)
     assert (first.decisions.held, second.decisions.held) == (0, 0)
     assert world.hub._resizing.state is resizing.ResizeState.IDLE
 
@@ -274,14 +264,14 @@ def test_counts_begin_anew_after_join() -> None:
     """One worker joins before its last push_pull of the old size, the other one passes it."""
     world = tuned()
     notice(world, SLOW)
-    deliver(world)
+    settle_now(world)
     first, second = world.workers
     for _ in range(40):
         first.push_pull("large")
     second.join()
-    deliver(world)
+    settle_now(world)
     first.join()
-    deliver(world)
+    settle_now(world)
     assert not first.joined and not second.joined
     assert uses(world, "large", 30) == [[1] * 30] * 2
 
@@ -291,7 +281,7 @@ def test_a_job_whose_workers_may_change_keeps_its_size(elastic: str) -> None:
     world = World(2, 2, elastic=elastic, apart=True)
     for worker in world.workers:
         worker.send("RATE", rate=int(FAST)), worker.declare("large", 1 << 20)
-    deliver(world)
+    settle_now(world)
     notice(world, SLOW)
     assert not any(m["type"] == "COUNT" for w in world.workers for m in w.inbox)
 
@@ -325,7 +315,7 @@ def test_the_scheduler_dies_between_any_two_messages(cut: int, seed: int) -> Non
     # The next change begins where this one has ended.
     rate = FAST if held == {1} else SLOW
     notice(world, rate)
-    deliver(world)
+    settle_now(world)
     assert {w.decisions.held for w in world.workers} == {world.workers[0].decisions.change}
     uses(world, "large", 60)
     same_generations(world)
@@ -351,7 +341,7 @@ def test_random_lives(seed: int) -> None:
         same_generations(world)
         decided_once(world)
     world.settle()
-    deliver(world)
+    settle_now(world)
     assert world.hub is not None and world.hub.state is JobState.RUNNING, world.hub.failure
     before = [len(w.used.get("large", ())) for w in world.workers]
     uses(world, "large", 60)
@@ -406,7 +396,7 @@ def test_shares_count_what_is_used(held: bool, restarted: bool) -> None:
     if not held:
         for _ in range(2 * MARGIN):
             world.workers[1].push_pull("large")
-    deliver(world)
+    settle_now(world)
     if restarted:
         world.kill_hub()
         world.settle()
