@@ -224,7 +224,7 @@ def test_what_waits_at_a_last_count_is_never_out_of_join_s_sight() -> None:
 
 
 def test_join_looks_at_the_core_last() -> None:
-    """What is released between the two looks would otherwise be in neither."""
+    """A push_pull that moves to the core between the two looks would otherwise count in neither."""
     order: list[str] = []
 
     class Looked:

@@ -68,11 +68,11 @@ RESIZE: Table[ResizeState, ResizeEvent] = Table(
 
 def successor_of(generation: int, number: int) -> int:
     """Return the generation of a tensor's successor in the change ``number``."""
-    return generation % _STRIDE + number * _STRIDE
+    return original_of(generation) + number * _STRIDE
 
 
 def original_of(generation: int) -> int:
-    """Return the generation of which one is a successor, at whatever number of changes."""
+    """Return the generation that a worker has counted, before any change."""
     return generation % _STRIDE
 
 
@@ -90,17 +90,17 @@ def superseded(tensors: Iterable[Key], dropped: int) -> list[Key]:
     found = list(tensors)
     for name, generation in found:
         if change_of(generation) != dropped or not dropped:
-            first = name, generation % _STRIDE
+            first = name, original_of(generation)
             latest[first] = max(generation, latest.get(first, 0))
-    return [(name, g) for name, g in found if latest.get((name, g % _STRIDE)) != g]
+    return [(name, g) for name, g in found if latest.get((name, original_of(g))) != g]
 
 
 class Resizing:
     """The changes of a job.
 
-    ``size``: bytes of partitions now. ``number``: of the latest change. ``awaited``: connections
-    whose answer is due. ``news``: somebody has reported since the latest look. Times are of the
-    hub's clock, in seconds.
+    ``size``: bytes of partitions now. ``number``: of the latest change. ``awaited``: the
+    connections of the workers that have yet to answer. ``news``: a worker has reported since the
+    latest look. Times are of the hub's clock, in seconds.
     """
 
     def __init__(self, size: int, most: int, now: float, number: int = 0) -> None:

@@ -613,6 +613,6 @@ class Session(Liveness):
             )
 
     def _unfinished(self) -> int:
-        # What is released between the two looks counts twice. In another order it would not at all.
+        # Waiting push_pulls first: those that move to the core meanwhile count twice, not never.
         waiting = sum(len(d.pending) for d in list(self._declared.values()))
         return waiting + int(self._core.unsettled)
