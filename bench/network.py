@@ -97,7 +97,7 @@ class Links:
     ) -> None:
         self._mark = f"bpsx-{os.getpid()}-{next(_numbers)}"
         self._congestion, self._round_trip = congestion, round_trip
-        self._relay: subprocess.Popen[bytes] | None = None
+        self._relays: list[subprocess.Popen[bytes]] = []
         self._names, self._rate, self._both, self._burst = list(names), rate, both, burst
         self._place = {
             **{name: i for i, name in enumerate(self._names)},
@@ -121,11 +121,11 @@ class Links:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._relay is not None:
-            if self._relay.poll() is not None:
-                print("the process that delays packets has died", file=sys.stderr)
-            self._relay.kill()
-            self._relay.communicate()
+        for relay in self._relays:
+            if relay.poll() is not None:
+                print("a process that delays packets has died", file=sys.stderr)
+            relay.kill()
+            relay.communicate()
         for name in self._names:
             subprocess.run(
                 ["ip", "netns", "del", self.namespace(name)],
@@ -170,31 +170,32 @@ class Links:
                 self.slow(hub, str(self._rate), self._burst, f"port{i}")
 
         if self._round_trip:
-            self._start_relay()
+            self._start_relays()
 
     def _pair(self, here: str, *there: str) -> None:
         """Make a pair of interfaces: ``here`` in the first namespace, and another one."""
         self._ip(self._names[0], "link", "add", here, "type", "veth", "peer", "name", *there)
 
-    def _start_relay(self) -> None:
+    def _start_relays(self) -> None:
         """Delay what each namespace sends to the bridge."""
-        pairs = [f"far{i}:in{i}" for i in range(len(self._names) - 1)]
-        self._relay = subprocess.Popen(
-            [
-                *self.prefix(self._names[0]),
-                sys.executable,
-                "-m",
-                "bench.relay",
-                str(self._round_trip / 2),
-                *pairs,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).resolve().parents[1],
+        for i in range(len(self._names) - 1):
+            self._start_relay(self._round_trip / 2, f"far{i}", f"in{i}")
+            self._start_relay(0.0, f"in{i}", f"far{i}")
+        for relay in self._relays:
+            assert relay.stdout is not None
+            if relay.stdout.readline() != b"ready\n":
+                raise BenchError("a process that delays packets has not started; see above")
+
+    def _start_relay(self, seconds: float, source: str, target: str) -> None:
+        words = [sys.executable, "-m", "bench.relay", str(seconds), source, target]
+        self._relays.append(
+            subprocess.Popen(
+                [*self.prefix(self._names[0]), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=Path(__file__).resolve().parents[1],
+            )
         )
-        assert self._relay.stdout is not None
-        if self._relay.stdout.readline() != b"ready\n":
-            raise BenchError("the process that delays packets has not started; see above")
 
     def _ip(self, name: str, *words: str) -> None:
         run("ip", "-n", self.namespace(name), *words)
