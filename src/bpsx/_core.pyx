@@ -127,6 +127,7 @@ cdef class Core:
         self.c.settings.job = job
         self.c.settings.credit = credit
         self.c.settings.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
+        self.c.lanes.trip_ns = <int64_t>(1e9 * endpoint.round_trip)
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.settings.telemetry = telemetry
         self.c.settings.elastic, self.c.settings.shrinks = elastic, elastic and shrinks

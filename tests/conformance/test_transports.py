@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from bpsx.errors import TransportError
+from bpsx.transports.base import UNKNOWN_TRIP
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from bpsx.transports.shm.endpoint import SharedEndpoint
 from bpsx.transports.sockets import listener
@@ -576,6 +577,33 @@ def test_send_buffers_are_chosen_by_address_unless_given(
     assert sorted(buffers) == sorted(
         [2 * min(70_000 if fits else wanted, most), 2 * min(wanted, most)]
     )
+    worker.close()
+    lane.close()
+
+
+@pytest.mark.parametrize("way", ["tcp", "shared-tcp", "threaded-tcp", "threaded-shared-tcp"])
+def test_the_longest_round_trip_of_the_connections_counts(monkeypatch, way):
+    trips = iter([0.003, 0.001])
+    monkeypatch.setattr("bpsx.transports.tcp.endpoint.round_trip", lambda made: next(trips))
+    inner = (lambda: shared_endpoint(tcp_endpoint)) if "shared" in way else tcp_endpoint
+    worker = threaded_endpoint(inner) if "threaded" in way else inner()
+    worker.join(77, 5)
+    lanes = [tcp_endpoint() for _ in range(2)]
+    found = [worker.round_trip]
+    for i, lane in enumerate(lanes):
+        lane.join(77, 0)
+        worker.connect(i, lane.bind("127.0.0.1"))
+        found.append(worker.round_trip)
+    assert found == [0, 0.003, 0.003]
+    for endpoint in (worker, *lanes):
+        endpoint.close()
+
+
+def test_the_round_trip_of_connections_is_measured_or_said_to_be_unknown():
+    worker, lane = network_pair(tcp_endpoint)
+    assert 0 < worker.round_trip < 1
+    assert zeromq_endpoint().round_trip == UNKNOWN_TRIP
+    assert LoopbackEndpoint().round_trip == 0
     worker.close()
     lane.close()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
+from bpsx.core._late_lanes import LateLanes
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from core.cores import BIG, LONG, Rig, array, push_pull  # noqa: F401  (Rig is what the fixture makes)
 
 
@@ -150,6 +153,66 @@ def test_the_only_server_on_another_machine_has_twice_the_room(rig, others, besi
         h.wait(60)
 
 
+class Far:
+    """The endpoint of a worker whose connections have a round trip of ``round_trip`` seconds."""
+
+    def __init__(self, endpoint: LoopbackEndpoint, round_trip: float = 1.0) -> None:
+        self._endpoint, self.round_trip = endpoint, round_trip
+
+    def abi(self) -> Any:
+        return self._endpoint.abi()
+
+
+@pytest.mark.parametrize(
+    ("servers", "round_trip", "room"),
+    [(1, 0.0, 3), (2, 0.0, 1), (2, 1.0, 3), (2, 1e-9, 1)],
+    ids=["one server", "two servers", "two that are far", "two that are near"],
+)
+def test_each_lane_may_have_a_partition_where_less_would_slow_the_link_down(
+    rig, servers, round_trip, room
+):
+    r = rig(
+        lanes=3 * servers,
+        servers=servers,
+        credit=100 * LONG,
+        hold_done=True,
+        ahead_ms=1e-6,
+        wrap=lambda endpoint: Far(endpoint, round_trip),
+    )
+    check_room(r, list(range(0, 3 * servers, servers)), room)
+
+
+def test_a_server_that_joins_may_be_far(rig):
+    r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6, elastic=True)
+    r.endpoint.link(4, LoopbackEndpoint(), 0)
+    late = LateLanes(r.core)
+    late.add(4, 1, beside=False)
+    late.greet(4, ["h:1"], b"secret", round_trip=1.0)
+    check_room(r, [0, 2], 2)
+
+
+def check_room(r: Rig, lanes: list[int], room: int) -> None:
+    """Check that the lanes, of one server, may have ``room`` partitions together."""
+    size = 2 * LONG  # more than the least bound
+    handles = [push_pull(r.core, r.tensor("learn", size), array(size), array(size))]
+    pushes = [(0, r.pushes(1)[0])]
+    r.endpoint.complete()
+    order = [*lanes, *lanes]
+    handles += [
+        push_pull(r.core, r.tensor(f"{i}", size, lane=lane), array(size), array(size))
+        for i, lane in enumerate(order)
+    ]
+    while order:
+        now, order = order[:room], order[room:]
+        pushes += [(lane, r.pushes(1, lane)[0]) for lane in now]
+        assert all(r.lanes[lane].sent(0.02) is None for lane in lanes)
+        r.endpoint.complete()
+    for lane, push in pushes:
+        r.answer(push, bytes(size), lane)
+    for h in handles:
+        h.wait(60)
+
+
 def test_pushes_within_the_machine_wait_for_more_urgent_ones(rig):
     # Room for one partition at the first server, and for seven at the server on the same machine.
     r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False, beside={1})
@@ -215,7 +278,8 @@ def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig, later):
 
 
 def test_a_small_partition_does_not_pass_a_large_urgent_one_on_another_lane_of_the_server(rig):
-    r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    # Lanes 0 and 2 belong to the first server.
+    r = rig(lanes=3, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles = [push_pull(r.core, r.tensor("learn", LONG), array(LONG), array(LONG))]
     pushes = [(0, r.pushes(1)[0])]
     r.endpoint.complete()
@@ -225,15 +289,15 @@ def test_a_small_partition_does_not_pass_a_large_urgent_one_on_another_lane_of_t
         push_pull(r.core, r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1)
     )
     handles += [
-        push_pull(r.core, r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG))
+        push_pull(r.core, r.tensor(f"small {i}", BIG, lane=2), array(BIG), array(BIG))
         for i in range(3)
     ]
-    assert r.lanes[1].sent(0.05) is None  # although that lane has room
+    assert r.lanes[2].sent(0.05) is None  # although that lane has room
     r.endpoint.complete()
     pushes.append((0, r.pushes(1)[0]))
-    assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
+    assert pushes[-1][1].priority == 1 and r.lanes[2].sent(0.05) is None
     r.endpoint.complete()
-    pushes += [(1, p) for p in r.pushes(3, lane=1)]
+    pushes += [(2, p) for p in r.pushes(3, lane=2)]
     for lane, push in pushes:
         r.answer(push, bytes(push.length), lane)
     for h in handles:

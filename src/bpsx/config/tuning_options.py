@@ -159,13 +159,13 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         "send_ahead_ms",
         "BPSX_SEND_AHEAD_MS",
         number(0),
-        10.0,
+        4.0,
         "milliseconds; 0: no bound",
         "Most data per server, as sending time on the slowest server's link, that a worker hands"
         " to the transport ahead; at least one partition. With more under way, partitions share"
-        " the link and all complete late. Twice as much where only one server is on another"
-        " machine. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0, this option has no"
-        " effect.",
+        " the link and all complete late. Twice as much, and at least one partition per lane, where"
+        " only one server is on another machine. With long round trips up to one partition per"
+        " lane. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0, this option has no effect.",
         TUNING,
     ),
     Option(

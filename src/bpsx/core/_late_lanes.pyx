@@ -6,7 +6,7 @@ docs/internals/elastic-servers.md describes the protocol.
 import os
 
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport uint32_t
+from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcpy
 
 from bpsx.core.late cimport add_lanes, await_greeting, resume
@@ -67,15 +67,18 @@ cdef class LateLanes:
                 f" most {self.c.lanes.capacity} are possible"
             )
 
-    def greet(self, uint32_t first, list addresses not None, bytes secret not None) -> None:
+    def greet(
+        self, uint32_t first, list addresses not None, bytes secret not None, double round_trip
+    ) -> None:
         """Ask the lanes from ``first`` on to prove that they know ``secret``.
 
         The endpoint must be connected to them. ``addresses``: each lane's own, which the proof
-        covers. Lanes that are lost are left out.
+        covers. Lanes that are lost are left out. ``round_trip``: the endpoint's, now.
         """
         cdef uint32_t peer = first
         cdef bytes nonce, proof
         with self.undriven():
+            self.c.lanes.trip_ns = <int64_t>(1e9 * round_trip)
             for address in addresses:
                 nonce = os.urandom(NONCE_BYTES)
                 proof = lane_proof(secret, self.c.settings.job, address, nonce)

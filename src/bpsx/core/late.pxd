@@ -32,12 +32,15 @@ cdef inline bint allocate_lanes(Core *c, uint32_t least) noexcept nogil:
 
 
 cdef inline void count_living(Core *c) noexcept nogil:
-    """List the lanes that are not lost."""
+    """List the lanes that are not lost, and count each server's."""
     cdef uint32_t i
     c.lanes.n_living = 0
+    for i in range(c.lanes.n_servers):
+        c.lanes.servers[i].n_lanes = 0
     for i in range(c.lanes.n):
         if c.lanes.at[i].lost:
             continue
+        c.lanes.at[i].server.n_lanes += 1
         c.lanes.living[c.lanes.n_living] = i
         c.lanes.n_living += 1
 

@@ -369,6 +369,7 @@ cdef struct Server:             # state that the lanes of a server share
     int64_t pace                # nanoseconds per MiB written; 0: not measured yet
     int64_t starved             # as Lane.starved
     bint lost                   # its lanes are
+    uint32_t n_lanes            # its lanes that are not lost
     int first                   # lane with the most urgent partition that has credit; -1: none
 
 cdef struct Heap:               # partitions, most urgent first; see queue.pxd

@@ -56,6 +56,9 @@ cdef enum:
     MIB = 1 << 20
     MEASURABLE = 1 << 18        # fewer bytes in flight are too few to measure the pace
     MOST_VISITS = 16            # partitions of a queue that are looked at
+    # Round trips in which a connection carries two partitions of 2 MiB from its send buffer of 224
+    # KiB: then a second lane gets one, and shows whether it adds to the rate.
+    TRIPS = 20
 
 
 cdef inline void update_pace(InFlight *f) noexcept nogil:
@@ -148,16 +151,18 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
     )
 
 
-cdef inline int64_t slowest(Core *c) noexcept nogil:
-    """Pace of the slowest server with bytes in flight; 0: none is known."""
-    cdef int64_t found = 0
-    cdef uint32_t i
+cdef inline Server *slowest(Core *c) noexcept nogil:
+    """Return the slowest server with bytes in flight; NULL: no pace is known."""
+    cdef Server *found = NULL
     cdef Server *server
+    cdef int64_t most = 0, pace
+    cdef uint32_t i
     # Not of lost servers: what is in flight to them says nothing about a link.
     for i in range(c.lanes.n_living):
         server = c.lanes.at[c.lanes.living[i]].server
-        if atomic_load(&server.in_flight):
-            found = max(found, atomic_load(&server.pace))
+        pace = atomic_load(&server.pace)
+        if pace > most and atomic_load(&server.in_flight):
+            found, most = server, pace
     return found
 
 
@@ -179,15 +184,26 @@ cdef inline bint one_is_away(const Core *c) noexcept nogil:
 cdef inline int64_t most_ahead(Core *c) noexcept nogil:
     """Most bytes in flight to a server: what the slowest link takes in `ahead_ns`; 0: no bound.
 
-    The bound is at least twice MEASURABLE, so that the pace can be measured.
+    The bound is at least twice MEASURABLE, so that the pace can be measured. It lets each lane have
+    a partition where too few bytes would make the link seem slower, and so get still fewer: with
+    one server on another machine, whose answers compete with pushes for this machine's link; and
+    where a connection carries little in a round trip.
     """
-    cdef int64_t pace = slowest(c)
-    cdef double ahead = <double>c.settings.ahead_ns
-    if c.settings.credit == 0 or ahead == 0 or pace == 0:
+    cdef Server *server
+    cdef double taken, each, bound      # bytes: taken in a nanosecond, one partition for each lane
+    if c.settings.credit == 0 or c.settings.ahead_ns == 0:
         return 0
+    server = slowest(c)
+    if server == NULL:
+        return 0
+    taken = <double>MIB / atomic_load(&server.pace)
+    each = <double>server.n_lanes * c.queued.longest
+    bound = taken * c.settings.ahead_ns
     if one_is_away(c):
-        ahead *= 2
-    return <int64_t>min(max(ahead / pace * MIB, 2.0 * MEASURABLE), 1e18)
+        bound = max(2 * bound, each)
+    else:
+        bound = max(bound, min(taken * TRIPS * c.lanes.trip_ns, each))
+    return <int64_t>min(max(bound, 2.0 * MEASURABLE), 1e18)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:

@@ -140,6 +140,8 @@ cdef struct Lanes:
     uint32_t n_servers
     uint32_t capacity           # room for lanes, and for servers
     uint32_t n_ready            # lanes that have sent the right proof
+    # Endpoint.round_trip of transports/base.py
+    int64_t trip_ns
     uint32_t *living            # numbers of the lanes that are not lost, in order
     uint32_t n_living
     # lanes that joined the running job, were sent a PING, and are neither ready nor lost

@@ -26,6 +26,7 @@ class Machine:
 
 class QuietEndpoint:
     address: str
+    round_trip: float
     @property
     def wake_descriptor(self) -> int: ...
     def abi(self) -> Any: ...

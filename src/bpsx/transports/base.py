@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 #: For :meth:`Endpoint.connect`: no other thread uses the endpoint.
 ALONE: AbstractContextManager[Any] = nullcontext()
+#: Seconds that a transport gives as :attr:`Endpoint.round_trip` if it cannot tell.
+UNKNOWN_TRIP = 0.0005
 
 
 _RANK_BITS = 16  # see :data:`bpsx.config.MOST_WORKERS`
@@ -45,6 +47,12 @@ class Endpoint(Protocol):
 
     malformed: int
     """Messages that were dropped because they made no sense to the transport."""
+
+    round_trip: float
+    """Seconds: the longest round trip to a lane, of those that may limit a connection's rate.
+
+    0: none does. It grows with :meth:`connect`. Any thread may read it.
+    """
 
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
         """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.

@@ -200,6 +200,7 @@ cdef class LoopbackEndpoint:
     cdef uint64_t job
     cdef int rank
     cdef readonly str address       # empty before bind()
+    cdef readonly double round_trip     # always 0
     cdef object __weakref__
 
     def __cinit__(self, **options):

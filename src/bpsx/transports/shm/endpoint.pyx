@@ -215,6 +215,11 @@ cdef class SharedEndpoint:
         unlock(&self.state.monitor)
         self.inner.wake()
 
+    @property
+    def round_trip(self) -> float:
+        """See :attr:`bpsx.transports.base.Endpoint.round_trip`."""
+        return self.inner.round_trip
+
     def fit_buffers(self, rate: float) -> None:
         """See :meth:`bpsx.transports.base.Endpoint.fit_buffers`. Any thread may call it."""
         self.inner.fit_buffers(rate)

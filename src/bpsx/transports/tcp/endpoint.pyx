@@ -25,7 +25,7 @@ from bpsx.errors import TransportError
 from bpsx.transports.base import ALONE
 from bpsx.transports.sockets import listener
 from bpsx.system.address import NETWORK_SEND_BUFFER
-from bpsx.transports.sockets.buffers import LEAST, size_send_buffer
+from bpsx.transports.sockets.buffers import LEAST, round_trip, size_send_buffer
 from bpsx.transports.sockets.congestion import check_congestion, choose_congestion
 
 log = logging.getLogger("bpsx.connections")
@@ -92,6 +92,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
             log.warning("cannot connect to %s: %s", address, e)
             add_loss(&self.state.losses, peer)
             return
+        self.round_trip = max(self.round_trip, round_trip(made))
         self._take(made, peer)
 
     def _take(self, object made, uint32_t peer):

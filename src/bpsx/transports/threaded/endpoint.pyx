@@ -200,6 +200,11 @@ cdef class ThreadedEndpoint:
             raise MemoryError("no memory for a connection")
         self.inner[peer % self.state.n_parts].connect(peer, address)
 
+    @property
+    def round_trip(self) -> float:
+        """See :attr:`bpsx.transports.base.Endpoint.round_trip`."""
+        return max([one.round_trip for one in self.inner])
+
     def fit_buffers(self, rate: float) -> None:
         """See :meth:`bpsx.transports.base.Endpoint.fit_buffers`. Any thread may call it."""
         for one in self.inner:

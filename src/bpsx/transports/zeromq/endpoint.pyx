@@ -38,7 +38,7 @@ from bpsx import secret as secrets
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports import refusals
-from bpsx.transports.base import ALONE, pass_number
+from bpsx.transports.base import ALONE, UNKNOWN_TRIP, pass_number
 from bpsx.transports.zeromq import auth
 from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer_bytes, tcp_url
 from bpsx.transports.ports import bind_one
@@ -99,6 +99,7 @@ cdef class ZeroMQEndpoint:
     cdef uint32_t number        # that this worker shows to lanes
     cdef bint encrypt, joined
     cdef readonly str address       # empty before bind()
+    cdef readonly double round_trip
     # The latest peer at each address, and the one to which the latest connection was made: a lane
     # may have the address of one that was dropped.
     cdef dict peers, connected
@@ -120,7 +121,7 @@ cdef class ZeroMQEndpoint:
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
-        self.address = ""
+        self.address, self.round_trip = "", UNKNOWN_TRIP
         self.secret = secret
         self.send_buffer = send_buffer
         self.encrypt = encrypt
