@@ -1,7 +1,7 @@
 """``bench far``: rate of two workers and two servers that are far apart, with default settings.
 
 Each process is in a namespace of its own (needs root). Its link carries at most the given rate each
-way, and a relay (:mod:`bench.relay`) delays packets. The job with default settings takes turns with
+way, and relays (:mod:`bench.relay`) delay packets. The job with default settings takes turns with
 jobs whose send buffers or partitions were set by hand; the best of those counts. Another job has
 the small buffers of near connections.
 """

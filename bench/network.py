@@ -150,7 +150,7 @@ class Links:
         self._ip(hub, "link", "add", "net0", "type", "bridge")
         for i, name in enumerate(self._names[1:]):
             there = ["net0", "netns", self.namespace(name)]
-            if self._round_trip:  # the relay stands between two pairs
+            if self._round_trip:  # relays stand between two pairs
                 self._pair(f"far{i}", *there)
                 # Without ARP, or the first namespace would answer there by itself.
                 self._ip(hub, "link", "set", f"far{i}", "up", "arp", "off")

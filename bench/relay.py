@@ -61,12 +61,13 @@ def main(words: list[str]) -> None:
         if sys.stdin in found and not sys.stdin.read(1):
             return
         for _ in range(_TURN):
-            frame = _next(source)
+            frame, now = _next(source), time.monotonic()
+            if frame:
+                waiting.append((now + delay, frame))
+            while waiting and waiting[0][0] <= now:
+                _send(target, waiting.popleft()[1])
             if not frame:
                 break
-            waiting.append((time.monotonic() + delay, frame))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _send(target, waiting.popleft()[1])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Core:
         living: int = -1,
         ended: Iterable[int] = (),
         joins: int = 0,
+        trips: dict[int, float] = ...,
     ) -> None: ...
     @property
     def pid(self) -> int: ...

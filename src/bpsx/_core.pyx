@@ -93,7 +93,7 @@ cdef class Core:
         self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us,
         machine=None, bint telemetry=True, watch=None, double ahead_ms=0, beside=(),
         bint elastic=False, bint shrinks=False, bint asynchronous=False, uint32_t senders=1,
-        int living=-1, ended=(), uint32_t joins=0,
+        int living=-1, ended=(), uint32_t joins=0, dict trips={},
     ):
         """``endpoint``: an object with ``abi()``; ``lanes``: the server's number for each lane;
         ``credit``: bytes in flight per lane, 0 for no bound; ``ahead_ms``: bound on what is in
@@ -105,7 +105,7 @@ cdef class Core:
         for other workers, as a server may be lost; ``shrinks``: go on without workers that are
         lost; ``asynchronous``: lanes keep values; ``senders``: places for workers, of which
         ``living`` are taken, -1: all; ``ended``: lanes that are lost; ``joins``: those that had
-        ended when this worker came.
+        ended when this worker came; ``trips``: seconds of servers' round trips, by number.
         """
         memset(&self.c, 0, sizeof(CCore))
         self.c.moving.told = -1
@@ -127,7 +127,6 @@ cdef class Core:
         self.c.settings.job = job
         self.c.settings.credit = credit
         self.c.settings.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
-        self.c.lanes.trip_ns = <int64_t>(1e9 * endpoint.round_trip)
         self.c.settings.spin_ns = <int64_t>(spin_us * 1000)
         self.c.settings.telemetry = telemetry
         self.c.settings.elastic, self.c.settings.shrinks = elastic, elastic and shrinks
@@ -140,13 +139,12 @@ cdef class Core:
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
-        self._make_lanes(list(lanes), beside, ended)
+        self._make_lanes(list(lanes), beside, ended, trips)
         self.tensors, self.groups, self.all_groups = set(), {}, []
         self.waiters = Waiters()
 
-    cdef _make_lanes(self, list servers, beside, ended):
-        cdef uint32_t i
-        cdef uint32_t n = <uint32_t>len(servers)
+    cdef _make_lanes(self, list servers, beside, ended, dict trips):
+        cdef uint32_t i, n = <uint32_t>len(servers)
         self.c.lanes.n_servers = max(servers, default=0) + 1
         if not allocate_lanes(&self.c, max(n, self.c.lanes.n_servers)):
             raise MemoryError("no memory for the lanes")
@@ -154,6 +152,8 @@ cdef class Core:
         for i in range(n):
             self.c.lanes.at[i].server = &self.c.lanes.servers[<uint32_t>servers[i]]
             self.c.lanes.at[i].server.beside = servers[i] in beside
+        for server, trip in trips.items():
+            self.c.lanes.servers[<uint32_t>server].trip_ns = <int64_t>(1e9 * trip)
         for i in ended:
             self.c.lanes.at[i].lost = self.c.lanes.at[i].mute = self.c.lanes.at[i].ready = True
             self.c.lanes.at[i].server.lost = True

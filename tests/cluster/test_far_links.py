@@ -1,4 +1,4 @@
-"""Processes that are far apart: a relay between namespaces delays their packets."""
+"""Processes that are far apart: relays between namespaces delay their packets."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bpsx.errors import TransportError
-from bpsx.transports.base import UNKNOWN_TRIP
+from bpsx.transports.base import shortest_round_trips
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 from bpsx.transports.shm.endpoint import SharedEndpoint
 from bpsx.transports.sockets import listener
@@ -140,6 +140,13 @@ def test_bodies_arrive_whole_both_ways(pair, size):
     assert s.receive() == (5, b"h" * 64, body)
     assert s.send(5, b"H" * 64, body) == 0
     assert w.receive() == (0, b"H" * 64, body)
+
+
+def test_the_round_trip_to_a_lane_is_known_or_guessed(pair):
+    *_, worker, _ = pair
+    trip = worker.round_trip(0)
+    assert 0 <= trip < 1
+    assert trip > 0 or not isinstance(worker, (TcpEndpoint, ZeroMQEndpoint))
 
 
 def test_heads_without_bodies_arrive(pair):
@@ -582,30 +589,22 @@ def test_send_buffers_are_chosen_by_address_unless_given(
 
 
 @pytest.mark.parametrize("way", ["tcp", "shared-tcp", "threaded-tcp", "threaded-shared-tcp"])
-def test_the_longest_round_trip_of_the_connections_counts(monkeypatch, way):
-    trips = iter([0.003, 0.001])
-    monkeypatch.setattr("bpsx.transports.tcp.endpoint.round_trip", lambda made: next(trips))
+def test_each_connection_has_the_round_trip_that_was_measured(monkeypatch, way):
+    trips = [0.003, 0.001, 0.002]
+    measured = iter(trips)
+    monkeypatch.setattr("bpsx.transports.tcp.endpoint.round_trip", lambda made: next(measured))
     inner = (lambda: shared_endpoint(tcp_endpoint)) if "shared" in way else tcp_endpoint
     worker = threaded_endpoint(inner) if "threaded" in way else inner()
     worker.join(77, 5)
-    lanes = [tcp_endpoint() for _ in range(2)]
-    found = [worker.round_trip]
+    lanes = [tcp_endpoint() for _ in trips]
+    assert [worker.round_trip(i) for i in range(3)] == [0, 0, 0]
     for i, lane in enumerate(lanes):
         lane.join(77, 0)
         worker.connect(i, lane.bind("127.0.0.1"))
-        found.append(worker.round_trip)
-    assert found == [0, 0.003, 0.003]
+    assert [worker.round_trip(i) for i in range(3)] == trips
+    assert shortest_round_trips(worker, [0, 0, 1]) == {0: 0.001, 1: 0.002}
     for endpoint in (worker, *lanes):
         endpoint.close()
-
-
-def test_the_round_trip_of_connections_is_measured_or_said_to_be_unknown():
-    worker, lane = network_pair(tcp_endpoint)
-    assert 0 < worker.round_trip < 1
-    assert zeromq_endpoint().round_trip == UNKNOWN_TRIP
-    assert LoopbackEndpoint().round_trip == 0
-    worker.close()
-    lane.close()
 
 
 @pytest.mark.parametrize("way", ["shared-tcp", "threaded-tcp", "threaded-shared-tcp"])

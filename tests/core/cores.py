@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Rig:
         elastic: bool = False,
         shrinks: bool = False,
         wrap: Callable[[LoopbackEndpoint], Any] = lambda endpoint: endpoint,
+        trips: Mapping[int, float] | None = None,
     ) -> None:
         self.endpoint = LoopbackEndpoint()
         self.endpoint.hold_done = hold_done
@@ -63,6 +64,7 @@ class Rig:
             elastic=elastic or shrinks,
             shrinks=shrinks,
             senders=3,
+            trips=dict(trips or {}),
         )
         if start:
             self.core.start()

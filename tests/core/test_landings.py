@@ -80,8 +80,6 @@ class Listened:
         self.table.send, self.table.recv, self.table.lend = self._kept
         self._capsule = new(C.addressof(self.table), _NAME, None)
 
-    round_trip = 0.0
-
     def abi(self) -> Any:
         return self._capsule
 

@@ -164,8 +164,10 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         "Most data per server, as sending time on the slowest server's link, that a worker hands"
         " to the transport ahead; at least one partition. With more under way, partitions share"
         " the link and all complete late. Twice as much, and at least one partition per lane, where"
-        " only one server is on another machine. With long round trips up to one partition per"
-        " lane. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0, this option has no effect.",
+        " only one server is on another machine. If 20 round trips take longer, as much as the"
+        " link sends in them, but no more than a partition per lane; over ZeroMQ bpsx takes 0.5 ms"
+        " for a round trip. BYTEPS_SCHEDULING_CREDIT also limits it; if that is 0, this option has"
+        " no effect.",
         TUNING,
     ),
     Option(

@@ -73,12 +73,12 @@ cdef class LateLanes:
         """Ask the lanes from ``first`` on to prove that they know ``secret``.
 
         The endpoint must be connected to them. ``addresses``: each lane's own, which the proof
-        covers. Lanes that are lost are left out. ``round_trip``: the endpoint's, now.
+        covers. Lanes that are lost are left out. ``round_trip``: the shortest to them.
         """
         cdef uint32_t peer = first
         cdef bytes nonce, proof
         with self.undriven():
-            self.c.lanes.trip_ns = <int64_t>(1e9 * round_trip)
+            self.c.lanes.at[first].server.trip_ns = <int64_t>(1e9 * round_trip)
             for address in addresses:
                 nonce = os.urandom(NONCE_BYTES)
                 proof = lane_proof(secret, self.c.settings.job, address, nonce)

@@ -366,10 +366,12 @@ cdef struct Task:
 cdef struct Server:             # state that the lanes of a server share
     bint beside                 # the server is on this machine
     int64_t in_flight           # bytes handed to the transport and not yet written out
+    int64_t messages            # number of the messages that these bytes are in
     int64_t pace                # nanoseconds per MiB written; 0: not measured yet
     int64_t starved             # as Lane.starved
     bint lost                   # its lanes are
     uint32_t n_lanes            # its lanes that are not lost
+    int64_t trip_ns             # Endpoint.round_trip of transports/base.py, its lanes' shortest
     int first                   # lane with the most urgent partition that has credit; -1: none
 
 cdef struct Heap:               # partitions, most urgent first; see queue.pxd

@@ -8,10 +8,14 @@
 #   would share the link, and all would be complete at once, and late. This bound is the same for
 #   all servers, by the slowest. With a bound per server, a worker with more of a link could fill
 #   more connections there and would get still more of it. In the end each worker would be far ahead
-#   at another server, and every sum would wait for its last worker. Where there is only one server
-#   on other machines, this cannot happen, and the bound is twice as large: the server's answers to
-#   others leave by the same link as this worker's pushes, on all lanes at once, and pushes on too
-#   few lanes would get too small a share of it.
+#   at another server, and every sum would wait for its last worker. Two exceptions keep lanes busy
+#   where a link would seem slower with few of them, and then get still less:
+#   - Where there is only one server on other machines, workers cannot drift apart, and the bound is
+#     twice as large. The server's answers to others leave by the same link as this worker's pushes,
+#     on all lanes at once, and pushes on few lanes would get a small share of it. So as many
+#     messages as the server has lanes may be in flight in any case.
+#   - As many, too, while those in flight take the server fewer than TRIPS round trips: that may be
+#     because each connection carries no more than its send buffer in a round trip.
 #
 # A server on this machine would always have room, but its partitions wait for their turn. A
 # server that gets its own machine's pushes early has sums to send while its machine still has to
@@ -52,12 +56,19 @@ cdef struct InFlight:
     # bytes in flight to the server at that time, these included
     int64_t ahead
 
+cdef struct Room:               # what may be in flight to a server
+    int64_t bytes               # -1: any number
+    # each lane may have a message while no more bytes are in flight to the server than it takes in
+    # TRIPS round trips, by `taken`
+    double taken                # bytes per nanosecond, on the slowest link
+    bint one_away               # ... while any number of bytes are
+
 cdef enum:
     MIB = 1 << 20
     MEASURABLE = 1 << 18        # fewer bytes in flight are too few to measure the pace
     MOST_VISITS = 16            # partitions of a queue that are looked at
-    # Round trips in which a connection carries two partitions of 2 MiB from its send buffer of 224
-    # KiB: then a second lane gets one, and shows whether it adds to the rate.
+    # More than one connection needs for a partition of 2 MiB, with its send buffer of 224 KiB. So a
+    # second lane gets a partition, too, and shows whether the link carries more.
     TRIPS = 20
 
 
@@ -79,6 +90,7 @@ cdef inline void return_credit(InFlight *f) noexcept nogil:
     update_pace(f)
     atomic_add(&f.lane.in_flight, -f.bytes)
     atomic_add(&server.in_flight, -f.bytes)
+    atomic_add(&server.messages, -1)
     if f.task != NULL:
         # the last access: with 0 the task's owner may free it
         atomic_add(&f.task.bodies_in_flight, -1)
@@ -108,6 +120,7 @@ cdef inline InFlight *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes
     f.bytes = bytes
     atomic_add(&lane.in_flight, bytes)
     atomic_add(&lane.server.in_flight, bytes)
+    atomic_add(&lane.server.messages, 1)
     f.ahead = atomic_load(&lane.server.in_flight)
     f.handed_ns = now_ns()
     if task != NULL:
@@ -151,18 +164,16 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
     )
 
 
-cdef inline Server *slowest(Core *c) noexcept nogil:
-    """Return the slowest server with bytes in flight; NULL: no pace is known."""
-    cdef Server *found = NULL
-    cdef Server *server
-    cdef int64_t most = 0, pace
+cdef inline int64_t slowest(Core *c) noexcept nogil:
+    """Pace of the slowest server with bytes in flight; 0: none is known."""
+    cdef int64_t found = 0
     cdef uint32_t i
+    cdef Server *server
     # Not of lost servers: what is in flight to them says nothing about a link.
     for i in range(c.lanes.n_living):
         server = c.lanes.at[c.lanes.living[i]].server
-        pace = atomic_load(&server.pace)
-        if pace > most and atomic_load(&server.in_flight):
-            found, most = server, pace
+        if atomic_load(&server.in_flight):
+            found = max(found, atomic_load(&server.pace))
     return found
 
 
@@ -181,29 +192,36 @@ cdef inline bint one_is_away(const Core *c) noexcept nogil:
     return found != NULL
 
 
-cdef inline int64_t most_ahead(Core *c) noexcept nogil:
-    """Most bytes in flight to a server: what the slowest link takes in `ahead_ns`; 0: no bound.
+cdef inline Room room(Core *c) noexcept nogil:
+    """What may be in flight to each server.
 
-    The bound is at least twice MEASURABLE, so that the pace can be measured. It lets each lane have
-    a partition where too few bytes would make the link seem slower, and so get still fewer: with
-    one server on another machine, whose answers compete with pushes for this machine's link; and
-    where a connection carries little in a round trip.
+    The bytes are at least twice MEASURABLE, so that the pace can be measured.
     """
-    cdef Server *server
-    cdef double taken, each, bound      # bytes: taken in a nanosecond, one partition for each lane
-    if c.settings.credit == 0 or c.settings.ahead_ns == 0:
-        return 0
-    server = slowest(c)
-    if server == NULL:
-        return 0
-    taken = <double>MIB / atomic_load(&server.pace)
-    each = <double>server.n_lanes * c.queued.longest
-    bound = taken * c.settings.ahead_ns
-    if one_is_away(c):
-        bound = max(2 * bound, each)
-    else:
-        bound = max(bound, min(taken * TRIPS * c.lanes.trip_ns, each))
-    return <int64_t>min(max(bound, 2.0 * MEASURABLE), 1e18)
+    cdef Room found
+    cdef int64_t pace = slowest(c)
+    cdef double bytes
+    found.bytes, found.taken, found.one_away = -1, 0, False
+    if c.settings.credit == 0 or c.settings.ahead_ns == 0 or pace == 0:
+        return found
+    found.taken, found.one_away = <double>MIB / pace, one_is_away(c)
+    bytes = found.taken * c.settings.ahead_ns * (2 if found.one_away else 1)
+    found.bytes = <int64_t>min(max(bytes, 2.0 * MEASURABLE), 1e18)
+    return found
+
+
+cdef inline bint fits(const Room *r, Server *server, uint64_t bytes) noexcept nogil:
+    """Whether a message may be handed over to the server; if not, see has_room()."""
+    return (
+        r.bytes < 0
+        or has_room(&server.in_flight, r.bytes, bytes, &server.starved)
+        or (
+            atomic_load(&server.messages) < server.n_lanes
+            and (
+                r.one_away
+                or atomic_load(&server.in_flight) <= r.taken * TRIPS * server.trip_ns
+            )
+        )
+    )
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
@@ -423,7 +441,7 @@ cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcep
 cdef inline int next_lane(Core *c) noexcept nogil:
     """Lane whose most urgent partition is next to be handed over; -1: none may be."""
     cdef int best = -1
-    cdef int64_t most = most_ahead(c)
+    cdef Room most = room(c)
     cdef uint32_t i
     cdef Lane *lane
     cdef Partition *leaving = NULL          # the most urgent one for a server on another machine
@@ -461,13 +479,7 @@ cdef inline int next_lane(Core *c) noexcept nogil:
                 lane.server.beside and leaving != NULL and before(leaving, lane.queue.items[0])
             )
             and not is_far_ahead(c, lane.queue.items[0], leaving)
-            and (
-                most == 0
-                or has_room(
-                    &lane.server.in_flight, most, push_bytes(lane.queue.items[0]),
-                    &lane.server.starved
-                )
-            )
+            and fits(&most, lane.server, push_bytes(lane.queue.items[0]))
         ):
             best = c.lanes.living[i]
     return best

@@ -76,8 +76,8 @@ cdef struct Settings:           # constant once the core has started
     # the servers' number for this process; with a root per machine, the machine's number
     uint32_t rank
     int64_t credit              # bytes in flight per lane; 0: no bound
-    # Time in which the slowest server's link can write out what is in flight to a server; 0: no
-    # bound.
+    # Time in which the slowest server's link can write out what is in flight to a server, but for
+    # the exceptions in send.pxd; 0: no bound.
     int64_t ahead_ns
     uint32_t processes          # workers that one push stands for
     int64_t spin_ns             # time for which an idle driver yields the CPU before it parks
@@ -140,8 +140,6 @@ cdef struct Lanes:
     uint32_t n_servers
     uint32_t capacity           # room for lanes, and for servers
     uint32_t n_ready            # lanes that have sent the right proof
-    # Endpoint.round_trip of transports/base.py
-    int64_t trip_ns
     uint32_t *living            # numbers of the lanes that are not lost, in order
     uint32_t n_living
     # lanes that joined the running job, were sent a PING, and are neither ready nor lost

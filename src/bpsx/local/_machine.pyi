@@ -26,7 +26,6 @@ class Machine:
 
 class QuietEndpoint:
     address: str
-    round_trip: float
     @property
     def wake_descriptor(self) -> int: ...
     def abi(self) -> Any: ...

@@ -345,7 +345,6 @@ cdef class QuietEndpoint:
     cdef int wake_fd
     cdef Endpoint table
     cdef readonly str address
-    cdef readonly double round_trip     # always 0
 
     def __cinit__(self):
         self.address = ""

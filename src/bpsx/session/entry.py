@@ -26,6 +26,7 @@ from bpsx.system.host import keep_memory, own_host, require_descriptors
 from bpsx.system.logs import configure
 from bpsx.telemetry.reporter import Reporter
 from bpsx.transports import io_threads
+from bpsx.transports.base import shortest_round_trips
 from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 connections = logging.getLogger("bpsx.connections")
@@ -312,6 +313,7 @@ def _new_core(
         living=len(welcome["living"]) // welcome["processes"],
         ended=welcome.get("ended", ()),
         joins=welcome.get("joins", 0),
+        trips=shortest_round_trips(endpoint, lanes.servers),
     )
 
 

@@ -119,7 +119,8 @@ class LateServers:
                 break
             self._endpoint.connect(lane, address, self._core.undriven())
         else:
-            self._core.greet(lanes[0], addresses, self._secret, self._endpoint.round_trip)
+            trip = min(self._endpoint.round_trip(lane) for lane in lanes)
+            self._core.greet(lanes[0], addresses, self._secret, trip)
         if self._lanes.lost(lanes[0]):  # GONE came meanwhile, perhaps before the connection
             self._core.end(list(lanes))
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 #: For :meth:`Endpoint.connect`: no other thread uses the endpoint.
 ALONE: AbstractContextManager[Any] = nullcontext()
-#: Seconds that a transport gives as :attr:`Endpoint.round_trip` if it cannot tell.
+#: Seconds that a transport returns from :meth:`Endpoint.round_trip` if it cannot tell.
 UNKNOWN_TRIP = 0.0005
 
 
@@ -29,6 +29,15 @@ def pass_number(rank: int, visit: int) -> int:
 def rank_of(number: int) -> int:
     """The rank in a number of :func:`pass_number`."""
     return number & (1 << _RANK_BITS) - 1
+
+
+def shortest_round_trips(endpoint: Endpoint, servers: Sequence[int]) -> dict[int, float]:
+    """Return each server's shortest round trip. ``servers``: the server's number for each lane."""
+    found: dict[int, float] = {}
+    for lane, server in enumerate(servers):
+        trip = endpoint.round_trip(lane)
+        found[server] = min(trip, found.get(server, trip))
+    return found
 
 
 class Endpoint(Protocol):
@@ -47,12 +56,6 @@ class Endpoint(Protocol):
 
     malformed: int
     """Messages that were dropped because they made no sense to the transport."""
-
-    round_trip: float
-    """Seconds: the longest round trip to a lane, of those that may limit a connection's rate.
-
-    0: none does. It grows with :meth:`connect`. Any thread may read it.
-    """
 
     def bind(self, host: str, ports: Sequence[int] = ()) -> str:
         """Listen on ``host`` at the first free port of ``ports``, or at any free port if empty.
@@ -78,6 +81,13 @@ class Endpoint(Protocol):
         entered only for what needs that, and left before anything that may block.
 
         Raises :class:`~bpsx.errors.TransportError`.
+        """
+
+    def round_trip(self, peer: int) -> float:
+        """Return the shortest known round trip to a lane, in seconds.
+
+        0 if round trips do not limit how much the connection carries, or if there is none. Any
+        thread may call it.
         """
 
     def fit_buffers(self, rate: float) -> None:

@@ -215,10 +215,9 @@ cdef class SharedEndpoint:
         unlock(&self.state.monitor)
         self.inner.wake()
 
-    @property
-    def round_trip(self) -> float:
-        """See :attr:`bpsx.transports.base.Endpoint.round_trip`."""
-        return self.inner.round_trip
+    def round_trip(self, peer: int) -> float:
+        """See :meth:`bpsx.transports.base.Endpoint.round_trip`. Any thread may call it."""
+        return self.inner.round_trip(peer)
 
     def fit_buffers(self, rate: float) -> None:
         """See :meth:`bpsx.transports.base.Endpoint.fit_buffers`. Any thread may call it."""

@@ -20,7 +20,6 @@ cdef class ListeningEndpoint:
     cdef object number          # that a worker shows to lanes: see pass_number
     cdef bint joined, closed
     cdef readonly str address
-    cdef readonly double round_trip     # 0 but for TCP
     cdef _set_up(
         self, int *epoll, int *wake_fd, Losses *losses, int64_t *malformed, Monitor *monitor,
         bint encrypt

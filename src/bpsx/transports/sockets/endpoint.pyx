@@ -80,6 +80,10 @@ cdef class ListeningEndpoint:
         """Return a descriptor that becomes readable when :meth:`lost` has something to return."""
         return self.losses.fd
 
+    def round_trip(self, peer: int) -> float:
+        """Return 0. TCP has round trips that limit what a connection carries."""
+        return 0.0
+
     def fit_buffers(self, rate: float) -> None:
         """Do nothing. TCP has send buffers to fit to links of ``rate`` bytes per second."""
 

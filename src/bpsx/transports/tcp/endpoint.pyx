@@ -40,6 +40,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
     """
     cdef EndpointState state
     cdef object send_buffer
+    cdef dict trips                 # seconds of a connection's shortest round trip, by peer
     cdef str congestion
 
     def __cinit__(
@@ -64,7 +65,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
         self.secret, self.send_buffer, self.interval, self.timeout = (
             secret, send_buffer, heartbeat_interval, heartbeat_timeout
         )
-        self.congestion = congestion
+        self.congestion, self.trips = congestion, {}
         self._set_up(
             &self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed,
             &self.state.monitor, encrypt
@@ -83,6 +84,7 @@ cdef class TcpEndpoint(ListeningEndpoint):
         """
         try:
             made = listener.dial(address, self.secret, self.job, self.number)
+            self.trips[peer] = round_trip(made)
         except TransportError:
             raise
         # The lane existed before, so the thread that watches for losses knows which lane it was and
@@ -92,7 +94,6 @@ cdef class TcpEndpoint(ListeningEndpoint):
             log.warning("cannot connect to %s: %s", address, e)
             add_loss(&self.state.losses, peer)
             return
-        self.round_trip = max(self.round_trip, round_trip(made))
         self._take(made, peer)
 
     def _take(self, object made, uint32_t peer):
@@ -110,6 +111,10 @@ cdef class TcpEndpoint(ListeningEndpoint):
         atomic_store(&self.state.n_new, 1)
         unlock(&self.state.monitor)
         tcp_wake(&self.state)
+
+    def round_trip(self, peer: int) -> float:
+        """Return the shortest round trip until the connection was made, in seconds; 0: none."""
+        return self.trips.get(peer, 0.0)
 
     def fit_buffers(self, rate: float) -> None:
         """Give connections to near peers send buffers that fit links of ``rate`` bytes per second.

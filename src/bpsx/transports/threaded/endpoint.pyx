@@ -200,10 +200,9 @@ cdef class ThreadedEndpoint:
             raise MemoryError("no memory for a connection")
         self.inner[peer % self.state.n_parts].connect(peer, address)
 
-    @property
-    def round_trip(self) -> float:
-        """See :attr:`bpsx.transports.base.Endpoint.round_trip`."""
-        return max([one.round_trip for one in self.inner])
+    def round_trip(self, peer: int) -> float:
+        """See :meth:`bpsx.transports.base.Endpoint.round_trip`. Any thread may call it."""
+        return self.inner[peer % self.state.n_parts].round_trip(peer)
 
     def fit_buffers(self, rate: float) -> None:
         """See :meth:`bpsx.transports.base.Endpoint.fit_buffers`. Any thread may call it."""

@@ -99,7 +99,6 @@ cdef class ZeroMQEndpoint:
     cdef uint32_t number        # that this worker shows to lanes
     cdef bint encrypt, joined
     cdef readonly str address       # empty before bind()
-    cdef readonly double round_trip
     # The latest peer at each address, and the one to which the latest connection was made: a lane
     # may have the address of one that was dropped.
     cdef dict peers, connected
@@ -121,7 +120,7 @@ cdef class ZeroMQEndpoint:
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
-        self.address, self.round_trip = "", UNKNOWN_TRIP
+        self.address = ""
         self.secret = secret
         self.send_buffer = send_buffer
         self.encrypt = encrypt
@@ -265,6 +264,10 @@ cdef class ZeroMQEndpoint:
         self.peers[named] = peer
         self.connected.setdefault(named, peer)
         self.socket.connect(url)
+
+    def round_trip(self, peer: int) -> float:
+        """Return a guess: ZeroMQ does not show its connections before data flow."""
+        return UNKNOWN_TRIP
 
     def fit_buffers(self, rate: float) -> None:
         """Do nothing: ZeroMQ sizes a connection's buffers when it makes the connection."""
