@@ -371,7 +371,7 @@ cdef struct Server:             # state that the lanes of a server share
     int64_t starved             # as Lane.starved
     bint lost                   # its lanes are
     uint32_t n_lanes            # its lanes that are not lost
-    int64_t trip_ns             # Endpoint.round_trip of transports/base.py, its lanes' shortest
+    int64_t trip_ns             # shortest round trip of its lanes: Endpoint.round_trip
     int first                   # lane with the most urgent partition that has credit; -1: none
 
 cdef struct Heap:               # partitions, most urgent first; see queue.pxd

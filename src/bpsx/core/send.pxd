@@ -56,12 +56,10 @@ cdef struct InFlight:
     # bytes in flight to the server at that time, these included
     int64_t ahead
 
-cdef struct Room:               # what may be in flight to a server
-    int64_t bytes               # -1: any number
-    # each lane may have a message while no more bytes are in flight to the server than it takes in
-    # TRIPS round trips, by `taken`
-    double taken                # bytes per nanosecond, on the slowest link
-    bint one_away               # ... while any number of bytes are
+cdef struct Room:               # the bound in time and its exceptions, in bytes: see fits()
+    int64_t bytes               # most in flight to a server; -1: any number
+    double rate                 # of the slowest server's link, in bytes per nanosecond
+    bint one_away               # only one server is on another machine
 
 cdef enum:
     MIB = 1 << 20
@@ -193,24 +191,28 @@ cdef inline bint one_is_away(const Core *c) noexcept nogil:
 
 
 cdef inline Room room(Core *c) noexcept nogil:
-    """What may be in flight to each server.
+    """Turn the bound in time into bytes, by the slowest server's link.
 
-    The bytes are at least twice MEASURABLE, so that the pace can be measured.
+    They are at least twice MEASURABLE, so that the pace can be measured.
     """
     cdef Room found
     cdef int64_t pace = slowest(c)
     cdef double bytes
-    found.bytes, found.taken, found.one_away = -1, 0, False
+    found.bytes, found.rate, found.one_away = -1, 0, False
     if c.settings.credit == 0 or c.settings.ahead_ns == 0 or pace == 0:
         return found
-    found.taken, found.one_away = <double>MIB / pace, one_is_away(c)
-    bytes = found.taken * c.settings.ahead_ns * (2 if found.one_away else 1)
+    found.rate, found.one_away = <double>MIB / pace, one_is_away(c)
+    bytes = found.rate * c.settings.ahead_ns * (2 if found.one_away else 1)
     found.bytes = <int64_t>min(max(bytes, 2.0 * MEASURABLE), 1e18)
     return found
 
 
 cdef inline bint fits(const Room *r, Server *server, uint64_t bytes) noexcept nogil:
-    """Whether a message may be handed over to the server; if not, see has_room()."""
+    """Whether a message may be handed over to the server; if not, see has_room().
+
+    It may beyond `bytes` while the server has fewer messages in flight than lanes, in the cases
+    that the head of this file explains.
+    """
     return (
         r.bytes < 0
         or has_room(&server.in_flight, r.bytes, bytes, &server.starved)
@@ -218,7 +220,7 @@ cdef inline bint fits(const Room *r, Server *server, uint64_t bytes) noexcept no
             atomic_load(&server.messages) < server.n_lanes
             and (
                 r.one_away
-                or atomic_load(&server.in_flight) <= r.taken * TRIPS * server.trip_ns
+                or atomic_load(&server.in_flight) <= r.rate * TRIPS * server.trip_ns
             )
         )
     )
