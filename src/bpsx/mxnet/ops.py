@@ -154,6 +154,7 @@ def submit(
     here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
     turn, adding = _turn(name)
     if _pushes.is_behind(turn):
+        _check_job()  # it names the cause, if that came after the first check
         told.set()
         raise BpsxError(f"{name!r}: {_pushes.BEHIND}")
     if step is None:
