@@ -149,13 +149,17 @@ class Stepping(Shrinking):
             following = self.step_of[id(worker.todo[0][1])] if worker.todo else None
             if following == step:
                 continue
-            if not sealed:
+            if not sealed and self._may_seal(worker):
                 found.append(lambda of=worker.rank, step=step: self._seal(of, step))
-            elif not worker.begun and following is not None:
+            elif sealed and not worker.begun and following is not None:
                 self.now[worker.rank] = (following, False)
                 continue
             found = [call for call in found if call != worker.begin]
         return found
+
+    def _may_seal(self, worker: Worker) -> bool:
+        """Whether the worker's script can end its step."""
+        return True
 
     def _seal(self, rank: int, step: int) -> None:
         self.now[rank] = (step, True)

@@ -4,7 +4,7 @@ have never seen the pushes of a lost worker which do not count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from bpsx.compression.spec import CompressionSpec, compression, make, stream
 from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from core.dropped import Shrinking, Stepping
-from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script
+from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script, Worker
 from support.simulated import Partition, Sum, counted
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,8 @@ def _same(one: np.ndarray | str, other: np.ndarray | None) -> bool:
 class Compressing(Script):
     """What such runs share. The tensors take turns in ``specs``; "half": float16 on the way.
 
-    ``patient``: a lane or worker is lost only while nothing is being taken over.
+    ``patient``: a lane or worker is lost only while nothing is being taken over, but then soon. The
+    second worker is lost while no worker has a sum that another one lacks.
     """
 
     lost: list[Any]
@@ -98,12 +99,17 @@ class Compressing(Script):
     def _lose_some(self) -> None:
         if not self.patient:
             super()._lose_some()
-        elif self._settled():
-            losses, drops = self.losses, self.drops
-            spared = self.rng.random() < 0.5
-            self.losses, self.drops = (0, drops) if spared else (losses, 0)
-            super()._lose_some()
-            self.losses, self.drops = (losses, self.drops) if spared else (self.losses, drops)
+        elif self._settled() and self.rng.random() < (0.2 if self.term else 0.02):
+            if self.losses and len(self.living) > 1 and self.rng.random() < 0.5:
+                self.losses -= 1
+                self.lose(self.rng.choice(sorted(self.living)), dead=self.rng.random() < 0.6)
+            elif self.drops and len(self.workers) > 1 and not (self.lost and self._differ()):
+                self.drops -= 1
+                self.drop(self.rng.choice(self.workers), dead=self.rng.random() < 0.7)
+
+    def _differ(self) -> bool:
+        """Whether a worker waits for a result that another has."""
+        return any(round_.got for worker in self.workers for round_, *_ in worker.begun)
 
     # ---- what is right
 
@@ -180,3 +186,57 @@ class CompressedSteps(Compressing, Stepping):
                 step = self.step_of[id(round_)]
                 steps[step] = steps.get(step, numbers) & numbers
         assert all(steps.values()), steps
+
+
+class SlowStep(CompressedSteps):
+    """Worker 0 ends its first step only after a lane is lost, and then the other worker, which has
+    begun its second step. So worker 0 repeats the first one alone.
+    """
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self.losing = [self._lose_lane, self._lose_worker]
+        self.quiet = 0  # times in a row that nothing could happen
+        super().__init__(seed, workers=2, losses=0, drops=0, **options)
+
+    def _lose_lane(self) -> None:
+        self.lose(self.rng.choice(sorted(self.living)), dead=True)
+
+    def _lose_worker(self) -> None:
+        self.drop(self.workers[1], dead=True)
+
+    def _may_seal(self, worker: Worker) -> bool:
+        return worker.rank == 1 or not self.losing
+
+    def _choices(self) -> list[Callable[[], Any]]:
+        found = super()._choices()
+        self.quiet = 0 if found else self.quiet + 1
+        if self.quiet > 20 and self.losing and self._settled():
+            found.append(self.losing.pop(0))
+        return found
+
+
+class OneIsLeft(Compressed):
+    """Worker 0 takes part in nothing at first. Worker 2, a lane and worker 1 are lost in turn, each
+    as soon as keys have been taken over. So nobody repeats the latest sums.
+    """
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self.losing: list[Callable[[], None]] = [
+            lambda: self.drop(self.workers[2], dead=True),
+            lambda: self.lose(self.rng.choice(sorted(self.living)), dead=True),
+            lambda: self.drop(self.workers[1], dead=True),
+        ]
+        super().__init__(seed, workers=3, losses=0, drops=0, **options)
+
+    def _plan(self) -> None:
+        super()._plan()
+        if self.generation == 0:
+            self.workers[0].todo.clear()
+            for round_ in self.rounds:
+                round_.inputs.pop(0, None)
+                round_.root = max(round_.inputs, default=1)
+                round_.kind = SUM
+
+    def _lose_some(self) -> None:
+        if self.losing and self._settled() and any({1, 2} <= {*r.got} for r in self.rounds):
+            self.losing.pop(0)()

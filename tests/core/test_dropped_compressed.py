@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.dropped_compressed import Compressed, CompressedSteps
+from core.dropped_compressed import Compressed, CompressedSteps, OneIsLeft, SlowStep
 from core.relayed import run_some
 
 COUNTERS = ["randomk", "dithering", "half", "onebit", "topk"]
@@ -43,3 +43,11 @@ STEPS = {
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_lost_worker_counts_in_all_tensors_of_a_step_or_in_none(kind):
     run_some(CompressedSteps, STEPS[kind], 8)
+
+
+def test_a_sum_that_a_slow_worker_lacks_can_be_repeated_after_its_lane_and_a_worker_are_lost():
+    run_some(SlowStep, {"specs": ["topk-ef", "topk-corrected", "randomk-sparse"]}, 8)
+
+
+def test_residuals_stay_if_no_survivor_repeats_the_latest_sums():
+    run_some(OneIsLeft, {"specs": RESIDUALS[:4]}, 8)

@@ -116,20 +116,32 @@ cdef inline void take_back(
     """Take a key's latest sum back after a loss of workers, unless a survivor has committed it.
 
     `last`: number of the latest sum that a survivor has. `counter`: the lane's counter after it.
-    Earlier sums stay, even if only lost workers took part in them, as the others had joined.
+    Earlier sums stay, even if only lost workers took part in them, as the others had joined. So
+    does the latest one if the lane took the key over with it, and no survivor repeats it.
     """
     cdef Compressed *c = e.compressed
     if c.sum <= last:
         return
     lane.counters.undone += 1
-    if c.before == NULL:
-        c.sum = last
+    if c.before != NULL:
+        load_state(c.packed, c.before)
+        c.restored = c.before_sum != last
+    elif c.packed.light:
         c.packed.counter = counter
-        if not c.packed.light:
-            start_anew(lane, e, counter)
-        return
-    load_state(c.packed, c.before)
-    c.restored, c.sum = c.before_sum != last, last
+    elif is_repeated(lane, e):
+        start_anew(lane, e, counter)
+    else:
+        c.restored = True
+    c.sum = last
+
+
+cdef inline bint is_repeated(Lane *lane, KeyState *e) noexcept nogil:
+    """Whether a survivor lacked the latest sum when the lane took the key over."""
+    cdef uint32_t sender
+    for sender in range(lane.settings.senders):
+        if e.shares[sender].lacked and not lane.absent.lost[sender]:
+            return True
+    return False
 
 
 cdef inline void note_snapshots(Lane *lane, KeyState *e, int newest, uint32_t base) noexcept nogil:
@@ -176,6 +188,8 @@ cdef inline void begin_rebuild(
     if not is_in_sum(lane, t, most, last):
         for sender in range(lane.settings.senders):
             r.logs[sender].unanswered = False
+    for sender in range(lane.settings.senders):
+        e.shares[sender].lacked = r.logs[sender].unanswered
     t.rebuild = r
     t.awaited += 1
     if lane.rebuilds.first == NULL:

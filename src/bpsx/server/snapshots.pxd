@@ -119,7 +119,8 @@ cdef inline void save_with(Lane *lane, KeyState *e, Header *push) noexcept nogil
     """A counted push of a compressed key has come, and is not part of its sum yet.
 
     It may confirm a snapshot. If one is due and the push is the holder's, that shows that the
-    holder has the outcome of the latest sum: the lane sends it the state.
+    holder has the outcome of the latest sum: the lane sends it the state. In a job that shrinks,
+    `save_before_close` does so.
     """
     cdef Saving *s = &e.compressed.saving
     if s.holder == <int>push.sender and s.unasked and not push.flags & KEPT:
@@ -128,8 +129,26 @@ cdef inline void save_with(Lane *lane, KeyState *e, Header *push) noexcept nogil
         end_sending(s, push.flags & KEPT != 0)
     elif s.holder >= 0 and not may_hold(lane, e, s.holder, False):
         end_sending(s, False)
-    if s.holder < 0 and s.logged >= s.due and choose_holder(lane, e) == <int>push.sender:
+    if (
+        s.holder < 0 and s.logged >= s.due and not lane.settings.shrinks
+        and choose_holder(lane, e) == <int>push.sender
+    ):
         send_snapshot(lane, e, push.sender, push.cookie)
+
+
+cdef inline void save_before_close(Lane *lane, KeyState *e) noexcept nogil:
+    """All pushes of a round have come in a job that shrinks: send a snapshot that is due.
+
+    All these workers have committed the latest sum. Otherwise, if the holder was lost after this
+    lane, one of them would repeat that sum, and no process would have the state before it.
+    """
+    cdef Saving *s = &e.compressed.saving
+    cdef int holder
+    if s.holder >= 0 or s.logged < s.due:
+        return
+    holder = choose_holder(lane, e)
+    if holder >= 0 and e.shares[holder].pushed:
+        send_snapshot(lane, e, holder, e.shares[holder].cookie)
 
 
 cdef inline void save_at_once(Lane *lane, KeyState *e) noexcept nogil:

@@ -43,6 +43,7 @@ cdef struct Share:
     # It was sent the latest result, which has to be acknowledged: it has not done so yet,
     bint unacknowledged
     bint settles                # ... and has not been told that all have
+    bint lacked                 # it lacked the latest sum when the lane took the key over
     uint64_t cookie             # echoed in the reply
     # Held until its turn in fixed order; NULL: none is held, or `body` is a copy.
     Message *message
