@@ -115,7 +115,80 @@ def test_an_entry_is_never_confused_with_another(folder: Path) -> None:
     ]
     assert [process.wait() for process in running] == [0, 0]
     assert sums(folder, 2) == (0, [])
-    assert not [path for path in folder.iterdir() if path.suffix != ".nbc"]
+    assert {path.suffix or path.name for path in folder.iterdir()} == {".nbc", ".lock"}
+
+
+#: Says so when it begins to compile, and waits for a line.
+FIRST = """
+count = cache._compile
+
+def once_told(*given):
+    if not compiling:
+        print("compiles", flush=True)
+        input()
+    return count(*given)
+
+cache._compile = once_told
+"""
+#: Begins when told, and says so when it waits for another process.
+SECOND = """
+input()
+lock, waits = cache._locked, []
+
+def told(*given):
+    got = lock(*given)
+    if not got and not waits:
+        waits.append(print("waits", flush=True))
+    return got
+
+cache._locked = told
+"""
+
+
+@pytest.fixture()
+def two(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that need the same functions: one compiles, the other waits."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE.replace("P, N =", more + "P, N =").replace("SUMS", "1")],
+            env={**os.environ, "BPSX_CACHE_DIR": str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for more in (FIRST, getattr(request, "param", "") + SECOND)
+    ]
+    one, other = running
+    assert one.stdout and other.stdin and other.stdout
+    assert one.stdout.readline() == "compiles\n"
+    other.stdin.write("\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == "waits\n"
+    yield running
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_that_start_together_compile_a_function_once(
+    two: list[subprocess.Popen[str]],
+) -> None:
+    one, other = two
+    compiled = int(one.communicate("\n")[0]), int(other.communicate()[0])
+    assert sum(compiled) == 3 and compiled[0] >= 1
+    assert one.returncode == other.returncode == 0
+
+
+def test_a_process_compiles_what_one_that_dies_has_not(two: list[subprocess.Popen[str]]) -> None:
+    one, other = two
+    one.kill()
+    assert int(other.communicate()[0]) == 3
+
+
+@pytest.mark.parametrize("two", ["cache._PATIENCE = 0.1\n"], indirect=True, ids=["impatient"])
+def test_a_process_does_not_wait_forever_for_another(two: list[subprocess.Popen[str]]) -> None:
+    assert int(two[1].communicate()[0]) == 3
+    assert two[0].poll() is None
 
 
 @pytest.fixture()
@@ -143,7 +216,7 @@ def test_a_full_file_system(small: Path) -> None:
         and ("cannot be cached") in warnings[0]
         and "No space left" in warnings[0]
     )
-    assert [path.name for path in small.iterdir()] == ["full"]
+    assert {path.name for path in small.iterdir()} <= {"full", ".lock"}
 
 
 def test_a_read_only_file_system(small: Path) -> None:

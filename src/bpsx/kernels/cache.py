@@ -6,11 +6,15 @@ whose functions are all there does not import Numba, which takes most of a secon
 Each entry is a separate file, named by everything that its code depends on, and ends with a
 checksum. A damaged entry is deleted and compiled anew. The cache is optional: any failure to store
 a function is logged as one warning.
+
+Of processes that start together and lack the same function, one compiles it and the others wait
+for its entry: the processes of a job's first start on a machine otherwise all compile the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +23,8 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsx.kernels")
 _DIGEST = 32
+#: Seconds that a process waits for another one that compiles the same function. It then does so
+#: itself: the other one may be stopped.
+_PATIENCE = 60.0
+#: Seconds between two looks whether that process has ended.
+_LOOKS = 0.02
 _told: set[str] = set()
 #: Compiles a function; returns it, with an ``.address``, and what returns its object code. It is
 #: :func:`bpsx.kernels.cpu.jit.compile_with_numba` for one function; a call imports Numba.
@@ -52,8 +62,40 @@ def compiled(name: str, depends_on: Iterable[object], source: Source) -> Any:
             path = folder / _file_name(name, depends_on)
         except OSError as e:
             _warn_unread(e)
-    found = _load(path) if path is not None else None
-    return found or _compile(source, path)
+    if path is None:
+        return _compile(source, None)
+    found = _load(path)
+    if found is None:
+        with _alone(path):
+            found = _load(path) or _compile(source, path)
+    return found
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let other processes that ask for the same entry wait; if one has, wait until it has ended.
+
+    The system ends such a lock with its process. It is one byte, chosen by the entry's name, of a
+    file that all entries of the folder share. Without it, as in a folder that is read-only, two
+    processes may compile the same function, and store the same entry.
+    """
+    byte = int.from_bytes(hashlib.blake2b(path.name.encode(), digest_size=7).digest(), "little")
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            file = opened.enter_context(path.with_name(".lock").open("ab"))
+            end = time.monotonic() + _PATIENCE
+            while not _locked(file.fileno(), byte) and time.monotonic() < end:
+                time.sleep(_LOOKS)
+        yield
+
+
+def _locked(descriptor: int, byte: int) -> bool:
+    """Lock a byte of a file, unless another process has. Raises OSError if locks do not work."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _linked(code: bytes) -> Function:
