@@ -7,8 +7,8 @@ Each entry is a separate file, named by everything that its code depends on, and
 checksum. A damaged entry is deleted and compiled anew. The cache is optional: any failure to store
 a function is logged as one warning.
 
-Of processes that start together and lack the same function, one compiles it and the others wait
-for its entry: the processes of a job's first start on a machine otherwise all compile the same.
+Of a machine's processes that lack the same function, one compiles it and the others wait for its
+entry: the processes of a job's first start otherwise all compile the same.
 """
 
 from __future__ import annotations
@@ -66,27 +66,35 @@ def compiled(name: str, depends_on: Iterable[object], source: Source) -> Any:
         return _compile(source, None)
     found = _load(path)
     if found is None:
-        with _alone(path):
-            found = _load(path) or _compile(source, path)
+        with _first(path) as first:
+            if first:
+                return _load(path) or _compile(source, path)
+        found = _load(path) or _compile(source, path)
     return found
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let other processes that ask for the same entry wait; if one has, wait until it has ended.
+def _first(path: Path) -> Iterator[bool]:
+    """Yield True while other processes of this machine that lack the same entry wait.
 
-    The system ends such a lock with its process. It is one byte, chosen by the entry's name, of a
-    file that all entries of the folder share. Without it, as in a folder that is read-only, two
-    processes may compile the same function, and store the same entry.
+    Yield False after such a wait, or if locks do not work, as in a folder that is read-only. An
+    entry that could not be stored is then compiled by all that have waited, at once.
+
+    The system ends such a lock with its process. It is one byte of a file that all entries of the
+    folder share, chosen by names of entry and machine: several machines may share the folder, and
+    may see each other's new files late.
     """
-    byte = int.from_bytes(hashlib.blake2b(path.name.encode(), digest_size=7).digest(), "little")
+    of = f"{path.name} {platform.node()}".encode()
+    byte = int.from_bytes(hashlib.blake2b(of, digest_size=7).digest(), "little")
     with contextlib.ExitStack() as opened:
+        first = False
         with contextlib.suppress(OSError):
             file = opened.enter_context(path.with_name(".lock").open("ab"))
             end = time.monotonic() + _PATIENCE
-            while not _locked(file.fileno(), byte) and time.monotonic() < end:
+            first = _locked(file.fileno(), byte)
+            while not first and not _locked(file.fileno(), byte) and time.monotonic() < end:
                 time.sleep(_LOOKS)
-        yield
+        yield first
 
 
 def _locked(descriptor: int, byte: int) -> bool:
