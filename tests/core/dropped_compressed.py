@@ -82,6 +82,8 @@ class Compressing(Script):
             make(spec, "float32", length, stream(name.encode(), i), rank)
             for i, (*_, length) in enumerate(self.places[name])
         ]
+        # Compiles the lanes' kernels here: the run takes a lane that compiles for one that hangs.
+        make(spec, "float32", self.places[name][0][-1], 0, None)
         return Tensor(
             name, 3, self.places[name], stages_for("cpu", True), codec=spec.text(), made=made
         )
@@ -188,54 +190,94 @@ class CompressedSteps(Compressing, Stepping):
         assert all(steps.values()), steps
 
 
-class SlowStep(CompressedSteps):
-    """Worker 0 ends its first step only after a lane is lost, and then the other worker, which has
-    begun its second step. So worker 0 repeats the first one alone.
+class InTurn(Compressing):
+    """A run that loses lanes and workers as :attr:`losing` says, each when the keys of those before
+    have been taken over.
     """
 
-    def __init__(self, seed: int, **options: Any) -> None:
-        self.losing = [self._lose_lane, self._lose_worker]
-        self.quiet = 0  # times in a row that nothing could happen
-        super().__init__(seed, workers=2, losses=0, drops=0, **options)
+    losing: list[Callable[[], None]]
 
-    def _lose_lane(self) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(seed, losses=0, drops=0, **options)
+
+    def lose_lane(self) -> None:
         self.lose(self.rng.choice(sorted(self.living)), dead=True)
 
-    def _lose_worker(self) -> None:
-        self.drop(self.workers[1], dead=True)
+    def lose_worker(self, rank: int) -> Callable[[], None]:
+        """Return what loses a worker."""
+        return lambda: self.drop(next(w for w in self.workers if w.rank == rank), dead=True)
+
+    def check(self) -> None:
+        super().check()
+        assert not self.losing
+
+
+class SlowStep(InTurn, CompressedSteps):
+    """Worker 0 ends step ``slow`` only after all these losses, each of which comes when nothing
+    else can happen: the others are then in the following step. So worker 0 repeats its step alone.
+    """
+
+    slow = 0
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self.quiet = 0  # times in a row that nothing could happen
+        self.losing = self.losses_in_turn()
+        super().__init__(seed, **options)
+
+    def losses_in_turn(self) -> list[Callable[[], None]]:
+        """Return what is lost."""
+        return [self.lose_lane, self.lose_worker(1)]
 
     def _may_seal(self, worker: Worker) -> bool:
-        return worker.rank == 1 or not self.losing
+        return worker.rank != 0 or self.now[0][0] != self.slow or not self.losing
 
     def _choices(self) -> list[Callable[[], Any]]:
         found = super()._choices()
         self.quiet = 0 if found else self.quiet + 1
-        if self.quiet > 20 and self.losing and self._settled():
+        ahead = all(self.now[w.rank][0] > self.slow for w in self.workers if w.rank)
+        if self.quiet > 20 and ahead and self.losing and self._settled():
             found.append(self.losing.pop(0))
         return found
 
 
-class OneIsLeft(Compressed):
+class SlowestStep(SlowStep):
+    """Worker 2 is lost before the lane, and then worker 1. After its loss only worker 1 has a
+    snapshot of the sum that worker 0 lacks; worker 0 may have an older one.
+    """
+
+    slow = 1
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(seed, **options)
+        self.strict = False
+
+    def losses_in_turn(self) -> list[Callable[[], None]]:
+        """Return what is lost."""
+        return [self.lose_worker(2), self.lose_lane, self.lose_worker(1)]
+
+
+class OneIsLeft(InTurn, Compressed):
     """Worker 0 takes part in nothing at first. Worker 2, a lane and worker 1 are lost in turn, each
     as soon as keys have been taken over. So nobody repeats the latest sums.
     """
 
     def __init__(self, seed: int, **options: Any) -> None:
-        self.losing: list[Callable[[], None]] = [
-            lambda: self.drop(self.workers[2], dead=True),
-            lambda: self.lose(self.rng.choice(sorted(self.living)), dead=True),
-            lambda: self.drop(self.workers[1], dead=True),
-        ]
-        super().__init__(seed, workers=3, losses=0, drops=0, **options)
+        self.losing = [self.lose_worker(2), self.lose_lane, self.lose_worker(1)]
+        super().__init__(seed, workers=3, **options)
 
     def _plan(self) -> None:
         super()._plan()
-        if self.generation == 0:
-            self.workers[0].todo.clear()
-            for round_ in self.rounds:
-                round_.inputs.pop(0, None)
-                round_.root = max(round_.inputs, default=1)
-                round_.kind = SUM
+        if self.generation:
+            return
+        first, *others = self.workers
+        first.todo.clear()
+        for round_ in self.rounds:
+            one = next(iter(round_.inputs.values()))
+            round_.kind, round_.root = SUM, 1
+            round_.inputs = {w.rank: round_.inputs.get(w.rank, one) for w in others}
+        for worker in others:
+            worker.todo = [(self.tensor_of[id(round_)], round_) for round_ in self.rounds]
+            self._shuffle(worker)
 
     def _lose_some(self) -> None:
         if self.losing and self._settled() and any({1, 2} <= {*r.got} for r in self.rounds):

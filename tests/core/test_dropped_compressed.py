@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from core.dropped_compressed import Compressed, CompressedSteps, OneIsLeft, SlowStep
+from core.dropped_compressed import Compressed, CompressedSteps, OneIsLeft, SlowestStep, SlowStep
 from core.relayed import run_some
 
 COUNTERS = ["randomk", "dithering", "half", "onebit", "topk"]
+SLOW = ["topk-ef", "topk-corrected", "randomk-sparse"]
 RESIDUALS = ["onebit-ef", "topk-corrected", "randomk-sparse", "dithering-ef", "topk-ef"]
 OTHERS = ["onebit-corrected", "randomk-ef", "randomk", "topk"]
 #: Options of a run -> its arguments.
@@ -46,7 +49,22 @@ def test_a_lost_worker_counts_in_all_tensors_of_a_step_or_in_none(kind):
 
 
 def test_a_sum_that_a_slow_worker_lacks_can_be_repeated_after_its_lane_and_a_worker_are_lost():
-    run_some(SlowStep, {"specs": ["topk-ef", "topk-corrected", "randomk-sparse"]}, 8)
+    run_some(SlowStep, {"workers": 2, "specs": SLOW}, 8)
+
+
+def test_a_residual_that_no_process_has_starts_from_zero():
+    """Those of keys of which the slow worker has the snapshot go on."""
+    resets = kept = 0
+    for _ in range(8):
+        script = SlowestStep(random.randrange(2**32), workers=3, specs=SLOW)
+        try:
+            script.run()
+            script.check()
+            resets += script.resets
+            kept += sum(lane.counters()["undone"] for lane in script.lanes) - script.resets
+        finally:
+            script.close()
+    assert resets and kept
 
 
 def test_residuals_stay_if_no_survivor_repeats_the_latest_sums():

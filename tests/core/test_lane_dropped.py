@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from bpsx.compression.spec import compression
 from core.test_lane import Rig
-from core.test_lane_rebuild import ONEBIT, STATE_BYTES, N, push, push_of, register
+from core.test_lane_rebuild import ONEBIT, STATE_BYTES, N, have, load, log, push, push_of, register
 from support import wire as w
 from support.simulated import Partition
 
@@ -15,15 +16,24 @@ class Three(Rig):
     """A lane with three workers, of which one is lost after ``rounds`` rounds.
 
     ``right`` has the state of a lane after the first ``committed`` rounds. Worker 0 sets the state
-    if it is the one that is lost. ``alone``: later rounds of worker 2, with the others in join().
+    if it is the one that is lost, or ``first`` before all rounds. ``alone``: later rounds of worker
+    2, with the others in join().
     """
 
     def __init__(
-        self, rounds: int, committed: int, lost: int = 2, alone: int = 0, log_ratio: float = 100
+        self,
+        rounds: int,
+        committed: int,
+        lost: int = 2,
+        alone: int = 0,
+        log_ratio: float = 100,
+        first: bytes = b"",
     ) -> None:
         super().__init__(3, shrinks=True, fixed_order=True, log_ratio=log_ratio)
         self.right = Partition(compression(ONEBIT), "name", 0, N, "float32", 3)
         register(self)
+        if first:
+            self.set_state(first, 0)
         for round_ in range(rounds):
             for rank in range(3):
                 push(self, rank, round_)
@@ -38,11 +48,14 @@ class Three(Rig):
             self.stored = self.take(2)[-1].divisor
         if alone:
             self.lane.all_joined()
-        if lost == 0:
-            state = bytes(STATE_BYTES)
-            self.push(0, 0, state, flags=w.STATE, round_=rounds, cookie=0)
-            assert [r.body for r in self.take(0)] == [state]
+        if lost == 0 and not first:
+            self.set_state(bytes(STATE_BYTES), rounds)
         self.lane.drop(lost, 1)
+
+    def set_state(self, state: bytes, round_: int) -> None:
+        """Let worker 0 set the state."""
+        self.push(0, 0, state, flags=w.STATE, round_=round_, cookie=0)
+        assert [r.body for r in self.take(0)] == [state]
 
     def answer(self, round_: int, workers: int) -> bytes:
         """What a lane answers in a round, that has the state of ``right``."""
@@ -141,10 +154,93 @@ def test_a_snapshot_that_only_the_lost_worker_had_is_not_stored_any_more(three):
         r.have(rank, 0, w.Coded(1, w.SUMMED, 0, 1), joins=1)
     records = [x for rank in range(2) for x in r.take(rank)]
     (snap,) = [x for x in records if x.kind == w.SNAP]
-    assert snap.round == 1
+    assert snap.round == 5
     for rank in range(2):
         push(r, rank, 0, term=1)
-    assert [(x.slot, x.divisor) for x in (r.take(0)[-1], r.take(1)[-1])] == [(2, 0)] * 2
+    assert [(x.slot, x.divisor) for x in (r.take(0)[-1], r.take(1)[-1])] == [(6, 0)] * 2
+
+
+def test_sums_that_only_the_lost_worker_had_are_as_if_they_had_never_been(three):
+    """No survivor has used the key, so none can hold a snapshot."""
+    r = three(0, 0, alone=3)
+    for rank in range(2):
+        r.send(rank, w.Record(w.HAVES, w.INLINE, sender=rank, term=1, cookie=0))
+    assert [[x.kind for x in r.take(rank)] for rank in range(2)] == [[w.TOOK]] * 2
+    register(r, term=1)
+    for rank in range(2):
+        push(r, rank, 0, term=1)
+    (one, other) = (r.take(rank)[-1] for rank in range(2))
+    assert one.body == other.body == r.answer(0, 2) and one.slot == 1
+    assert r.lane.counters()["reset"] == 0
+
+
+def test_a_state_that_was_set_is_saved_if_the_sum_after_it_is_taken_back(three):
+    state = (7).to_bytes(8, "little") + bytes(40) + np.ones(N, np.float32).tobytes()
+    r = three(1, 0, lost=0, first=state)
+    for rank in (1, 2):
+        r.have(rank, 0, w.Coded(0, 0, 0, 0), w.WAITS)
+    (snap,) = [x for rank in (1, 2) for x in r.take(rank) if x.kind == w.SNAP]
+    assert (snap.round, snap.flags & w.STATE, snap.body) == (0, w.STATE, state)
+
+
+@pytest.fixture
+def heir():
+    """A lane of three workers that has taken a key over by loading worker 0's state of sum 2.
+
+    Its arguments: that state, its flags, and what workers 1 and 2 have.
+    """
+    made = []
+
+    def make(state: bytes, flags: int, *others: w.Coded) -> Rig:
+        r = Rig(3, shrinks=True, fixed_order=True)
+        made.append(r)
+        register(r, term=1)
+        have(r, 0, 2, w.Coded(2, w.SUMMED | w.HAS_STATE | flags, 2), w.KEPT)
+        late = [rank for rank, coded in enumerate(others, 1) if coded.sum < 2]
+        for rank, coded in enumerate(others, 1):
+            have(r, rank, 2 - (rank in late), coded, w.WAITS if rank in late else 0)
+        asked = {rank: {x.kind for x in r.take(rank)} for rank in (0, *late)}
+        assert asked == {0: {w.FETCH, w.WANT} if late else {w.FETCH}} | {i: {w.FETCH} for i in late}
+        for rank in asked:
+            log(r, rank, 0, 1, b"")
+        load(r, 0, 2, state)
+        if late:
+            give = w.Record(w.GIVE, w.INLINE, key=100, sender=0, term=1, round=1, divisor=0)
+            r.send(0, give._replace(length=len(push_of(1)), body=push_of(1)))
+        assert [[x.kind for x in r.take(rank)] for rank in range(3)] == [[w.TOOK]] * 3
+        r.lane.drop(0, 2)
+        register(r, term=2)
+        return r
+
+    yield make
+    for r in made:
+        assert r.lane.counters()["reset"] == 0
+        r.close()
+
+
+def test_a_lane_without_the_state_before_a_sum_gets_it_from_a_survivor(heir):
+    state, older = bytes(STATE_BYTES), (1).to_bytes(8, "little") + bytes(STATE_BYTES - 8)
+    r = heir(state, 0, w.Coded(1, w.SUMMED | w.HAS_STATE, 1), w.Coded(1, w.SUMMED))
+    have(r, 1, 1, w.Coded(1, w.SUMMED | w.HAS_STATE, 1, 1), w.WAITS, term=2)
+    have(r, 2, 1, w.Coded(1, w.SUMMED, 0, 1), w.WAITS, term=2)
+    (fetch,) = r.take(1)
+    assert (fetch.kind, fetch.flags & w.STATE, fetch.round) == (w.FETCH, w.STATE, 1)
+    log(r, 1, 0, 1, b"", term=2)
+    load(r, 1, 1, older, term=2)
+    assert [[x.kind for x in r.take(rank)] for rank in (1, 2)] == [[w.TOOK]] * 2
+    r.send(1, w.Record(w.PUSH, w.STATE, key=100, sender=1, term=2, round=1, cookie=1))
+    (now,) = r.take(1)
+    assert (now.body, now.slot) == (older, 1)
+
+
+def test_a_loaded_state_that_was_set_replaces_snapshots_of_the_same_sum(heir):
+    state = (5).to_bytes(8, "little") + bytes(STATE_BYTES - 8)
+    ordinary = w.Coded(2, w.SUMMED | w.HAS_STATE, 2)
+    r = heir(state, w.WAS_SET, ordinary, w.Coded(2, w.SUMMED))
+    have(r, 1, 2, ordinary, term=2)
+    have(r, 2, 2, w.Coded(2, w.SUMMED), term=2)
+    (snap,) = [x for rank in (1, 2) for x in r.take(rank) if x.kind == w.SNAP]
+    assert (snap.round, snap.flags & w.STATE, snap.body) == (2, w.STATE, state)
 
 
 def test_error_feedback_starts_from_zero_where_a_part_of_the_log_is_lost():

@@ -47,22 +47,22 @@ def answers(rig: Rig, *ranks: int) -> list[w.Record]:
     return found
 
 
-def have(rig: Rig, rank: int, round_: int, coded: w.Coded, flags: int = 0) -> None:
-    """Let a worker say what it has of the only key of term 1."""
+def have(rig: Rig, rank: int, round_: int, coded: w.Coded, flags: int = 0, term: int = 1) -> None:
+    """Let a worker say what it has of the only key of a term."""
     body = coded.bytes()
-    record = w.Record(w.HAVE, w.INLINE | flags, key=100, sender=rank, term=1, round=round_)
+    record = w.Record(w.HAVE, w.INLINE | flags, key=100, sender=rank, term=term, round=round_)
     record = record._replace(divisor=0, cookie=1000 + rank, length=len(body), body=body)
-    haves = w.Record(w.HAVES, w.INLINE, sender=rank, term=1, cookie=1)
+    haves = w.Record(w.HAVES, w.INLINE, sender=rank, term=term, cookie=1)
     rig.send(rank, record, haves)
 
 
-def load(rig: Rig, rank: int, number: int, state: bytes) -> None:
-    record = w.Record(w.LOAD, w.INLINE, key=100, sender=rank, term=1, round=number)
+def load(rig: Rig, rank: int, number: int, state: bytes, term: int = 1) -> None:
+    record = w.Record(w.LOAD, w.INLINE, key=100, sender=rank, term=term, round=number)
     rig.send(rank, record._replace(length=len(state), body=state))
 
 
-def log(rig: Rig, rank: int, part: int, parts: int, body: bytes) -> None:
-    record = w.Record(w.LOG, w.INLINE, key=100, sender=rank, term=1, round=part, divisor=parts)
+def log(rig: Rig, rank: int, part: int, parts: int, body: bytes, term: int = 1) -> None:
+    record = w.Record(w.LOG, w.INLINE, key=100, sender=rank, term=term, round=part, divisor=parts)
     rig.send(rank, record._replace(length=len(body), body=body))
 
 
@@ -108,6 +108,24 @@ def test_a_snapshot_is_not_sent_to_a_worker_that_has_joined(rig):
         push(r, 0, round_)
         records = r.take(0)
         assert [x.kind for x in records] == [w.SNAP, w.ANSWER][round_ == 0 :]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_in_a_job_that_shrinks_snapshots_wait_for_all_pushes(rig, joins):
+    """Worker 0 would be the holder at its push. A round may also close as a worker has joined."""
+    r = rig(2, log_ratio=0.01, shrinks=True)
+    register(r, beside=0)
+    for rank in range(2):
+        push(r, rank, 0)
+    answers(r, 0, 1)
+    push(r, 0, 1)
+    r.assert_nothing_for(0)
+    if joins:
+        r.lane.joined(1)
+    else:
+        push(r, 1, 1)
+    snapshot, answer = r.take(0)
+    assert (snapshot.kind, snapshot.round, answer.kind) == (w.SNAP, 1, w.ANSWER)
 
 
 @pytest.mark.parametrize("late", [False, True])

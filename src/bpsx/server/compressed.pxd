@@ -115,7 +115,7 @@ cdef inline bint keep_before(Compressed *c) noexcept nogil:
     if not memory_for(&c.before, server_state_bytes(c.packed)):
         return False
     save_state(c.packed, c.before)
-    c.before_sum = c.sum
+    c.before_sum, c.before_restored = c.sum, c.restored
     return True
 
 

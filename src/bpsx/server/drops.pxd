@@ -132,7 +132,7 @@ cdef inline void take_entries(Lane *lane) noexcept nogil:
 
     Without memory for the term the lane ends.
     """
-    cdef uint32_t i, latest = note_entries(lane)
+    cdef uint32_t i, sender, latest = note_entries(lane)
     if latest == 0:
         return
     if gathering_of(lane, latest) == NULL:
@@ -143,4 +143,6 @@ cdef inline void take_entries(Lane *lane) noexcept nogil:
     for i in range(lane.keys.n):
         if lane.keys.at[i] != NULL:
             end_takeover(lane, lane.keys.at[i])
+            for sender in range(lane.settings.senders):
+                lane.keys.at[i].shares[sender].lacked = False
             lane.keys.at[i].term = latest

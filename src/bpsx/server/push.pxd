@@ -8,11 +8,11 @@ from bpsx.server.async_update cimport push_delta
 from bpsx.server.checkpoint cimport push_state
 from bpsx.server.drops cimport is_stale
 from bpsx.server.lane cimport Lane
-from bpsx.server.reply cimport close_round, send_error
+from bpsx.server.reply cimport send_error
 from bpsx.server.rounds cimport (
-    abandon, complete, contribute, drop_held, misses_departed_worker, turn_away,
+    abandon, complete, contribute, finish_round, misses_departed_worker, turn_away,
 )
-from bpsx.server.snapshots cimport save_before_close, save_with
+from bpsx.server.snapshots cimport save_with
 from bpsx.server.store cimport (
     ABANDONED, FAILED, MALFORMED, REFUSED, REPEATED, TAKEN, HeldPush, KeyState, Takeover, Verdict,
     count_push, note_landing,
@@ -80,10 +80,7 @@ cdef inline int push(Lane *lane, Header *h, Message *m, char *body, bint *kept) 
     if lane.absent.any_gone and misses_departed_worker(lane, e, &worker):
         abandon(lane, e, worker)
     elif complete(lane, e):
-        if lane.settings.shrinks and e.compressed != NULL and e.compressed.saving.due:
-            save_before_close(lane, e)
-        drop_held(lane, e)
-        close_round(lane, e)
+        finish_round(lane, e)
     return 0
 
 

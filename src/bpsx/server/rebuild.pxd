@@ -14,7 +14,7 @@ from bpsx.server.compressed cimport add_packed, encode_sum, forget_residual
 from bpsx.server.lane cimport Lane
 from bpsx.server.loading cimport cannot_rebuild, tell_reset
 from bpsx.server.reply cimport let_go, put_record
-from bpsx.server.snapshots cimport end_sending, save_at_once
+from bpsx.server.snapshots cimport choose_holder, end_sending, save_at_once
 from bpsx.server.store cimport (
     EMPTY, OPEN, Compressed, KeyState, Piece, Rebuild, Saving, SenderLog, Takeover, free_memory,
     memory_for, move_round,
@@ -94,6 +94,12 @@ cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept n
         base = t.coded[newest].state
     if e.compressed.packed.light and newest >= 0:
         counter = t.coded[newest].counter
+    if e.compressed.whole and lacks_state_before(lane, e, last):
+        # Survivors may have it, as if this lane were lost.
+        lane.counters.undone += 1
+        forget_residual(e.compressed.packed)
+        e.compressed.packed.counter = 0
+        e.compressed.whole = e.compressed.restored = False
     if e.compressed.whole:
         take_back(lane, e, last, counter)
     else:
@@ -117,27 +123,32 @@ cdef inline void take_back(
 
     `last`: number of the latest sum that a survivor has. `counter`: the lane's counter after it.
     Earlier sums stay, even if only lost workers took part in them, as the others had joined. So
-    does the latest one if the lane took the key over with it, and no survivor repeats it.
+    does the latest one if the lane took the key over with it, and no survivor repeats it. They are
+    as if they had never been if no survivor has used the key, and thus none can hold a snapshot.
     """
     cdef Compressed *c = e.compressed
     if c.sum <= last:
         return
-    lane.counters.undone += 1
     if c.before != NULL:
+        lane.counters.undone += c.sum > c.before_sum
         load_state(c.packed, c.before)
-        c.restored = c.before_sum != last
+        c.sum, c.restored = c.before_sum, c.before_restored
     elif c.packed.light:
-        c.packed.counter = counter
-    elif is_repeated(lane, e):
-        start_anew(lane, e, counter)
-    else:
-        c.restored = True
-    c.sum = last
+        lane.counters.undone += 1
+        c.packed.counter, c.sum = counter, last
+    if c.sum > last and choose_holder(lane, e) < 0:
+        forget_residual(c.packed)
+        c.packed.counter, c.sum, c.restored = counter, last, False
 
 
-cdef inline bint is_repeated(Lane *lane, KeyState *e) noexcept nogil:
-    """Whether a survivor lacked the latest sum when the lane took the key over."""
+cdef inline bint lacks_state_before(Lane *lane, KeyState *e, uint32_t last) noexcept nogil:
+    """Whether the latest sum has to be taken back, and the lane has no copy of the state before.
+
+    The lane then took the key over with that sum, and a survivor lacked it.
+    """
     cdef uint32_t sender
+    if e.compressed.sum <= last or e.compressed.before != NULL or e.compressed.packed.light:
+        return False
     for sender in range(lane.settings.senders):
         if e.shares[sender].lacked and not lane.absent.lost[sender]:
             return True
@@ -393,6 +404,7 @@ cdef inline void replay(Lane *lane, KeyState *e) noexcept nogil:
     if r.holder >= 0:
         load_state(e.compressed.packed, r.snapshot.body)
         e.compressed.saving.stored = r.base
+        e.compressed.restored = e.takeover.coded[r.holder].flags & WAS_SET != 0
     e.compressed.sum = r.base
     while possible and e.compressed.sum < r.last:
         possible = repeat_sum(lane, e)

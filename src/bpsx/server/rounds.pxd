@@ -10,6 +10,7 @@ from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.server.lane cimport Lane
 from bpsx.server.reply cimport close_round, fail_round, flush_all, let_go, send_error
 from bpsx.server.compressed cimport add_packed, hold_packed
+from bpsx.server.snapshots cimport save_before_close
 from bpsx.server.store cimport (
     ABANDONED, OPEN, KeyState, Share, add, end_round, fail_sum, memory_for,
 )
@@ -154,6 +155,14 @@ cdef inline bint complete(Lane *lane, KeyState *e) noexcept nogil:
     return True
 
 
+cdef inline void finish_round(Lane *lane, KeyState *e) noexcept nogil:
+    """Close the open round, which is complete."""
+    if lane.settings.shrinks and e.compressed != NULL and e.compressed.saving.due:
+        save_before_close(lane, e)
+    drop_held(lane, e)
+    close_round(lane, e)
+
+
 cdef inline void drop_pushes(Lane *lane, KeyState *e) noexcept nogil:
     """Free the pushes of the open round, which will not close."""
     drop_held(lane, e)
@@ -233,5 +242,4 @@ cdef inline void notice(Lane *lane) noexcept nogil:
         if fixed_order(lane) and not e.operation.broadcast:
             add_held(lane, e)
         if complete(lane, e):
-            drop_held(lane, e)
-            close_round(lane, e)
+            finish_round(lane, e)

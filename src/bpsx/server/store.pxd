@@ -88,9 +88,11 @@ cdef struct Compressed:         # a compressed key; see core/codec/state.pxd
     uint32_t sum                # number of the latest sum
     bint whole                  # `packed` has the state after that sum; else it has to be rebuilt
     bint restored               # ... which no snapshot of that sum has, as it was set later
-    # In a job that shrinks: the state before the latest sum, and the number of the sum before.
+    # In a job that shrinks: the state before the latest sum, the number of the sum before, and
+    # `restored` of then.
     char *before
     uint32_t before_sum
+    bint before_restored
     uint64_t longest            # bytes of the longest push since then
     Saving saving
     Kernels *wide_kernels       # of the wide type
