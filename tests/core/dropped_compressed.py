@@ -15,6 +15,7 @@ from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from core.dropped import Shrinking, Stepping
 from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script, Worker
+from support import wire as w
 from support.simulated import Partition, Sum, counted
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -250,10 +251,19 @@ class SlowestStep(SlowStep):
     def __init__(self, seed: int, **options: Any) -> None:
         super().__init__(seed, **options)
         self.strict = False
+        self.loaded = 0  # snapshots that a lane has got before the last loss
 
     def losses_in_turn(self) -> list[Callable[[], None]]:
         """Return what is lost."""
-        return [self.lose_worker(2), self.lose_lane, self.lose_worker(1)]
+        return [self.lose_worker(2), self._lose_first, self._lose_last]
+
+    def _lose_first(self) -> None:
+        """Lose the lane of the first key, of which worker 0 holds snapshots."""
+        self.lose(self.places["t0"][0][1], dead=True)
+
+    def _lose_last(self) -> None:
+        self.loaded = self.kinds[w.LOAD]
+        self.lose_worker(1)()
 
 
 class OneIsLeft(InTurn, Compressed):

@@ -260,6 +260,45 @@ def test_error_feedback_starts_from_zero_where_a_part_of_the_log_is_lost():
     r.close()
 
 
+def test_error_feedback_starts_from_zero_where_logs_lack_sums_that_no_survivor_knows_of():
+    """A lost worker made sums 1 and 2 alone; the snapshot of sum 2 is lost with its lane."""
+    r = Rig(2, shrinks=True, fixed_order=True)
+    register(r, term=1)
+    have(r, 0, 1, w.Coded(3, w.SUMMED, 0, 0, 3, 99), w.KEPT)
+    have(r, 1, 0, w.Coded(0), w.WAITS)
+    for rank in range(2):
+        assert w.FETCH in [x.kind for x in r.take(rank)]
+    for rank in range(2):
+        log(r, rank, 0, 1, w.log_entry(3, 2, push_of(rank)))
+    give = w.Record(w.GIVE, w.INLINE, key=100, sender=0, term=1, round=0, divisor=0)
+    r.send(0, give._replace(length=len(push_of(1)), body=push_of(1)))
+    assert [[x.kind for x in r.take(rank)] for rank in range(2)] == [[w.TOOK]] * 2
+    r.push(1, 0, push_of(1), flags=w.PACKED, round_=0, divisor=2, term=1)
+    assert r.take(1)[0].body == push_of(1)
+    r.send(0, w.Record(w.PUSH, w.STATE, key=100, sender=0, term=1, round=1, cookie=1))
+    (state,) = r.take(0)
+    assert (state.slot, state.body) == (3, (3).to_bytes(8, "little") + bytes(STATE_BYTES - 8))
+    assert r.lane.counters()["reset"] == 1 and len(r.log) == 1 and "error feedback" in r.log[0]
+    r.close()
+
+
+def test_a_state_that_was_set_after_a_sum_was_taken_back_stays(three):
+    """Also if no survivor knows of the sums before it."""
+    r = three(0, 0, alone=3, lost=1)
+    r.have(0, 0, w.Coded(0), w.WAITS, joins=1)
+    r.have(2, 3, w.Coded(0), joins=0)
+    snaps = [x for rank in (0, 2) for x in r.take(rank) if x.kind == w.SNAP]
+    assert [x.round for x in snaps] == [2]
+    state = (9).to_bytes(8, "little") + bytes(STATE_BYTES - 8)
+    r.push(0, 0, state, flags=w.STATE, round_=0, cookie=0, term=1)
+    assert [x.body for x in r.take(0)] == [state]
+    r.lane.drop(2, 2)
+    register(r, term=2)
+    have(r, 0, 0, w.Coded(0), w.WAITS, term=2)
+    (snap,) = [x for x in r.take(0) if x.kind == w.SNAP]
+    assert (snap.flags & w.STATE, snap.body) == (w.STATE, state)
+
+
 def test_a_state_that_a_lost_worker_has_set_replaces_snapshots_of_the_same_sum(three):
     r = three(1, 1, lost=0)
     r.have(1, 1, w.Coded(1, w.SUMMED | w.HAS_STATE, 1, 1))

@@ -95,17 +95,14 @@ cdef inline void settle_state(Lane *lane, KeyState *e, uint32_t most) noexcept n
     if e.compressed.packed.light and newest >= 0:
         counter = t.coded[newest].counter
     if e.compressed.whole and lacks_state_before(lane, e, last):
-        # Survivors may have it, as if this lane were lost.
-        lane.counters.undone += 1
-        forget_residual(e.compressed.packed)
-        e.compressed.packed.counter = 0
-        e.compressed.whole = e.compressed.restored = False
+        give_up_state(lane, e)
     if e.compressed.whole:
         take_back(lane, e, last, counter)
     else:
         e.compressed.sum = last
+        note_lacking(lane, e, most, last)
         if not e.compressed.packed.light and base >= gap and (last or newest >= 0):
-            begin_rebuild(lane, e, most, newest)
+            begin_rebuild(lane, e, newest)
             return
         e.compressed.whole = True
         if e.compressed.packed.light:
@@ -129,11 +126,11 @@ cdef inline void take_back(
     cdef Compressed *c = e.compressed
     if c.sum <= last:
         return
-    if c.before != NULL:
-        lane.counters.undone += c.sum > c.before_sum
+    if c.before != NULL and c.sum > c.before_sum:
+        lane.counters.undone += 1
         load_state(c.packed, c.before)
         c.sum, c.restored = c.before_sum, c.before_restored
-    elif c.packed.light:
+    elif c.before == NULL and c.packed.light:
         lane.counters.undone += 1
         c.packed.counter, c.sum = counter, last
     if c.sum > last and choose_holder(lane, e) < 0:
@@ -141,10 +138,31 @@ cdef inline void take_back(
         c.packed.counter, c.sum, c.restored = counter, last, False
 
 
+cdef inline void note_lacking(
+    Lane *lane, KeyState *e, uint32_t most, uint32_t last
+) noexcept nogil:
+    """Note which senders lack the latest sum of a key that has come without its state."""
+    cdef Takeover *t = e.takeover
+    cdef uint32_t sender
+    cdef bint part = t.coded != NULL and is_in_sum(lane, t, most, last)
+    for sender in range(lane.settings.senders):
+        e.shares[sender].lacked = part and t.haves[sender].late == 1
+
+
+cdef inline void give_up_state(Lane *lane, KeyState *e) noexcept nogil:
+    """Forget a key's state: survivors may have the one that is needed, as if the lane were lost."""
+    lane.counters.undone += 1
+    forget_residual(e.compressed.packed)
+    e.compressed.packed.counter = 0
+    e.compressed.whole = e.compressed.restored = False
+    end_sending(&e.compressed.saving, False)
+    e.compressed.saving.stored = 0
+
+
 cdef inline bint lacks_state_before(Lane *lane, KeyState *e, uint32_t last) noexcept nogil:
     """Whether the latest sum has to be taken back, and the lane has no copy of the state before.
 
-    The lane then took the key over with that sum, and a survivor lacked it.
+    The lane then took the key over with that sum, and a survivor lacked it (`note_lacking`).
     """
     cdef uint32_t sender
     if e.compressed.sum <= last or e.compressed.before != NULL or e.compressed.packed.light:
@@ -178,9 +196,7 @@ cdef inline void start_anew(Lane *lane, KeyState *e, uint64_t counter) noexcept 
         tell_reset(lane, e.term)
 
 
-cdef inline void begin_rebuild(
-    Lane *lane, KeyState *e, uint32_t most, int newest
-) noexcept nogil:
+cdef inline void begin_rebuild(Lane *lane, KeyState *e, int newest) noexcept nogil:
     """Queue a key to be rebuilt from the snapshot of sender `newest` and all logs."""
     cdef Takeover *t = e.takeover
     cdef uint32_t sender, last = e.compressed.sum
@@ -194,13 +210,8 @@ cdef inline void begin_rebuild(
     r.base = t.coded[newest].state if newest >= 0 else 0
     r.bytes = server_state_bytes(e.compressed.packed) if newest >= 0 else 0
     for sender in range(lane.settings.senders):
-        r.logs[sender].unanswered = t.haves[sender].late == 1
+        r.logs[sender].unanswered = e.shares[sender].lacked
         r.bytes += t.coded[sender].logged
-    if not is_in_sum(lane, t, most, last):
-        for sender in range(lane.settings.senders):
-            r.logs[sender].unanswered = False
-    for sender in range(lane.settings.senders):
-        e.shares[sender].lacked = r.logs[sender].unanswered
     t.rebuild = r
     t.awaited += 1
     if lane.rebuilds.first == NULL:
@@ -398,8 +409,14 @@ cdef inline bint repeat_sum(Lane *lane, KeyState *e) noexcept nogil:
 
 
 cdef inline void replay(Lane *lane, KeyState *e) noexcept nogil:
-    """Set the key's state to that of the lost lane, now that all that was asked for is there."""
+    """Set the key's state to that of the lost lane, now that all that was asked for is there.
+
+    In a job that shrinks, the logs lack sums of which no survivor knows (`take_back`), if the
+    snapshot after them has not arrived.
+    """
     cdef Rebuild *r = e.takeover.rebuild
+    cdef uint64_t counter = 0
+    cdef uint32_t sender
     cdef bint possible = True
     if r.holder >= 0:
         load_state(e.compressed.packed, r.snapshot.body)
@@ -409,7 +426,12 @@ cdef inline void replay(Lane *lane, KeyState *e) noexcept nogil:
     while possible and e.compressed.sum < r.last:
         possible = repeat_sum(lane, e)
     free_memory(&e.compressed.acc)
-    if not possible:
+    if not possible and lane.settings.shrinks:
+        for sender in range(lane.settings.senders):
+            counter = max(counter, e.takeover.coded[sender].counter)
+        e.compressed.sum = r.last
+        start_anew(lane, e, counter)
+    elif not possible:
         cannot_rebuild(lane, e.key)
 
 
