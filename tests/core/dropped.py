@@ -61,8 +61,11 @@ class Shrinking(Script):
         super()._lose_some()
         likely = 0.1 if self.uncleared else 0.02
         if self.drops and len(self.workers) > 1 and self.rng.random() < likely:
-            self.drops -= 1
-            self.drop(self.rng.choice(self.workers), dead=self.rng.random() < 0.7)
+            self._drop_one()
+
+    def _drop_one(self) -> None:
+        self.drops -= 1
+        self.drop(self.rng.choice(self.workers), dead=self.rng.random() < 0.7)
 
     # ---- what is right
 

@@ -15,8 +15,8 @@ from bpsx.core._tensor import Tensor
 from bpsx.planning.stages import stages_for
 from core.dropped import Shrinking, Stepping
 from core.relayed import AVERAGE, BROADCAST, MISMATCH, SUM, Round, Script, Worker
-from support import wire as w
 from support.simulated import Partition, Sum, counted
+from support.wire import LOAD
 
 SPECS: dict[str, dict[str, Any]] = {
     "onebit": {"compressor": "onebit", "scaling": True},
@@ -104,11 +104,9 @@ class Compressing(Script):
             super()._lose_some()
         elif self._settled() and self.rng.random() < (0.2 if self.term else 0.02):
             if self.losses and len(self.living) > 1 and self.rng.random() < 0.5:
-                self.losses -= 1
-                self.lose(self.rng.choice(sorted(self.living)), dead=self.rng.random() < 0.6)
+                self._lose_one()
             elif self.drops and len(self.workers) > 1 and not (self.lost and self._differ()):
-                self.drops -= 1
-                self.drop(self.rng.choice(self.workers), dead=self.rng.random() < 0.7)
+                self._drop_one()
 
     def _differ(self) -> bool:
         """Whether a worker waits for a result that another has."""
@@ -192,8 +190,8 @@ class CompressedSteps(Compressing, Stepping):
 
 
 class InTurn(Compressing):
-    """A run that loses lanes and workers as :attr:`losing` says, each when the keys of those before
-    have been taken over.
+    """A run that loses lanes and workers in the order of :attr:`losing`. Each is lost after the
+    takeovers of the loss before it have ended.
     """
 
     losing: list[Callable[[], None]]
@@ -214,8 +212,8 @@ class InTurn(Compressing):
 
 
 class SlowStep(InTurn, CompressedSteps):
-    """Worker 0 ends step ``slow`` only after all these losses, each of which comes when nothing
-    else can happen: the others are then in the following step. So worker 0 repeats its step alone.
+    """Worker 0 ends step ``slow`` only after all losses. Each comes when no message is on its way
+    and the other workers are in the following step. So worker 0 repeats its step alone.
     """
 
     slow = 0
@@ -262,13 +260,13 @@ class SlowestStep(SlowStep):
         self.lose(self.places["t0"][0][1], dead=True)
 
     def _lose_last(self) -> None:
-        self.loaded = self.kinds[w.LOAD]
+        self.loaded = self.kinds[LOAD]
         self.lose_worker(1)()
 
 
 class OneIsLeft(InTurn, Compressed):
-    """Worker 0 takes part in nothing at first. Worker 2, a lane and worker 1 are lost in turn, each
-    as soon as keys have been taken over. So nobody repeats the latest sums.
+    """Worker 0 takes part in no sum of the first generation. Worker 2, a lane and worker 1 are lost
+    in turn. So no worker is left that would push its part of the latest sums again.
     """
 
     def __init__(self, seed: int, **options: Any) -> None:

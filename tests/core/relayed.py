@@ -357,12 +357,17 @@ class Script:
         """
         moving = self.newcomers and self.rng.random() < 0.1 and not self._settled()
         likely = 0.2 if self.uncleared or moving else 0.02
-        in_use = sorted(self.living - set(self.newcomers))
-        if self.losses and len(in_use) > 1 and self.rng.random() < likely:
-            self.losses -= 1
-            self.lose(self.rng.choice(in_use), dead=self.rng.random() < 0.6)
+        if self.losses and len(self._in_use()) > 1 and self.rng.random() < likely:
+            self._lose_one()
         if self.newcomers and self.rng.random() < likely and self._settled():
             self.balance()
+
+    def _in_use(self) -> list[int]:
+        return sorted(self.living - set(self.newcomers))
+
+    def _lose_one(self) -> None:
+        self.losses -= 1
+        self.lose(self.rng.choice(self._in_use()), dead=self.rng.random() < 0.6)
 
     def _pass(self, queue: deque[_Message], end: LoopbackEndpoint, peer: int) -> None:
         late = len(queue) > 1 and self.rng.random() < self.reorder

@@ -120,8 +120,8 @@ cdef inline void take_back(
 
     `last`: number of the latest sum that a survivor has. `counter`: the lane's counter after it.
     Earlier sums stay, even if only lost workers took part in them, as the others had joined. So
-    does the latest one if the lane took the key over with it, and no survivor repeats it. They are
-    as if they had never been if no survivor has used the key, and thus none can hold a snapshot.
+    does the latest one if the lane took the key over with it, and no survivor repeats it. If no
+    survivor has used the key, none can hold a snapshot: the key begins anew, without those sums.
     """
     cdef Compressed *c = e.compressed
     if c.sum <= last:
