@@ -288,6 +288,43 @@ os._exit(0)
         assert all(50 < value <= 100 for row in found for value in row), found
 
 
+def test_weights_keep_their_values_if_an_error_is_raised_before_all_is_over() -> None:
+    """MXNet forgets an error when it raises it, also for operations that still wait for a thread.
+
+    In asynchronous training such an operation copied a change that was never computed.
+    """
+    finished = run(
+        """
+from bpsx.mxnet import async_training, ops
+
+def submit(array, *given, **more):
+    ops.submit(array, *given, **more)
+    try:
+        array.wait_to_read()
+    except mx.MXNetError:
+        print("raised")
+
+bps.init()
+net = gluon.nn.Dense(2, in_units=2, use_bias=False)
+net.initialize(mx.init.Constant(100.0))
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+for fails in (False, True):
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 2))).sum()
+    loss.backward()
+    if fails:
+        async_training.submit = submit
+        net.weight.data()[:] = mx.nd.random.normal(0, -1, (2, 2))   # no such distribution
+    trainer.step(1)
+print(bool((np.abs(net.weight.data().asnumpy() - 99.9999) < 1e-3).all()))
+""",
+        1,
+        BYTEPS_ENABLE_ASYNC="1",
+        BYTEPS_FORCE_DISTRIBUTED="1",
+    )
+    assert finished[:2] == (0, {0: ["raised", "True"]}), finished[2]
+
+
 GROWS = (
     HEAD
     + """

@@ -12,6 +12,7 @@ from bpsx.compression.factors import saves_bytes
 from bpsx.compression.spec import compression, mix, stream
 from bpsx.dtypes import FLOAT_CODES
 from bpsx.kernels.reference_low_rank import LowRank
+from frameworks.mxnet_scripts import run
 from support.mxnet_job import Finished, each, run_job
 from support.oracle import Sums
 
@@ -289,6 +290,33 @@ def _check(
             got[0][step][differ][:4],
             want.reshape(shape)[differ][:4],
         )
+
+
+def test_asynchronous_training_of_weights_in_other_layouts_and_of_numpy_arrays() -> None:
+    """MKL-DNN reorders weights of convolutions; npx.set_np() changes the class of weights."""
+    status, lines, output = run(
+        """
+bps.init()
+def train(net, x):
+    net.initialize(mx.init.Constant(1.0))
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    net(x)
+    for _ in range(3):
+        with autograd.record():
+            loss = net(x).sum()
+        loss.backward()
+        trainer.step(1)
+    print(sorted({float(w) for w in net.weight.data().asnumpy().ravel()}))
+
+train(gluon.nn.Conv2D(32, 3, in_channels=16, use_bias=False), mx.nd.ones((1, 16, 3, 3)))
+mx.npx.set_np()
+train(gluon.nn.Dense(2, in_units=3, use_bias=False), mx.np.ones((1, 3)))
+""",
+        1,
+        BYTEPS_ENABLE_ASYNC="1",
+        BYTEPS_FORCE_DISTRIBUTED="1",
+    )
+    assert (status, lines) == (0, {0: ["[-2.0]"] * 2}), output
 
 
 def test_asynchronous_training_adds_steps_up(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -61,6 +61,8 @@ cdef struct OpOrder:
 cdef struct Push:
     Call call                   # First field.
     void *array                 # Handle of its own, which keeps the memory.
+    void *mark                  # NULL, or handle of its own of the array for ``good``.
+    char *good                  # NULL, or byte to set to 1 if the exchange succeeds.
     Told done
     Error error
     bint failed
@@ -154,20 +156,22 @@ def new_turn() -> int:
 
 
 def push(
-    uintptr_t array, uintptr_t turn, CallPlan plan not None, double rate, int priority
+    uintptr_t array, uintptr_t turn, CallPlan plan not None, double rate, int priority,
+    uintptr_t mark=0,
 ) -> None:
     """Have the engine execute ``plan`` on the NDArray with the handle ``array``.
 
     The operation begins after earlier writes to the array. ``turn``: the name's, from
     :func:`new_turn`; the core gets the operations of one name in the order of these calls.
     ``rate``: the learning rate, negative where there is none. ``priority``: within the engine.
+    ``mark``: 0, or the handle of an NDArray of one uint8, to set to 1 if the exchange succeeds.
     Later failures are raised where the array is waited for. Raises :class:`~bpsx.errors.BpsxError`
     if the engine does not take the operation.
     """
     cdef Context context
     cdef int kind = ASYNCHRONOUS, status
     cdef bint given = False
-    cdef void *array_
+    cdef void *written[2]
     cdef Push *made = <Push *>new_call(<uint32_t>len(plan.names), &of_engine, sizeof(Push))
     cdef Ticket *ticket = <Ticket *>malloc(sizeof(Ticket))
     if made == NULL or ticket == NULL:
@@ -183,6 +187,8 @@ def push(
     context.kind, context.index = CPU, 0
     with nogil:
         status = api.copy(<void *>array, &made.array)
+        if status == 0 and mark != 0:
+            status = api.copy(<void *>mark, &made.mark)
         if status == 0:
             # MKL-DNN's arrays have a layout of their own. To ask for their memory in the engine's
             # thread would wait for the engine.
@@ -194,12 +200,14 @@ def push(
             unlock(&pushed.monitor)
             # From here on the engine owns the ticket, and drops it whatever happens.
             given = True
-            array_ = made.array
+            written[0], written[1] = made.array, made.mark
             status = api.push(
-                run, ticket, <void *>thrown_away, &context, NULL, 0, &array_, 1, &kind, priority,
-                b"bpsx", False
+                run, ticket, <void *>thrown_away, &context, NULL, 0, written,
+                1 if made.mark == NULL else 2, &kind, priority, b"bpsx", False
             )
     if not given:
+        if made.array != NULL:
+            api.free(made.array)
         Py_DECREF(plan)
         free_call(&made.call)
         free(ticket)
@@ -472,6 +480,7 @@ cdef void take_array(Push *made) noexcept nogil:
         api.shape(made.array, &part.n_dims, &dims) != 0
         or api.dtype(made.array, &part.dtype) != 0
         or api.data(made.array, &data) != 0
+        or made.mark != NULL and api.data(made.mark, <void **>&made.good) != 0
     ):
         fail(&made.call, INTERNAL, api.last_error())
         return
@@ -524,7 +533,10 @@ cdef void settle(Call *call) noexcept nogil:
     cdef Error error = made.error       # it may be copied bytewise
     cdef bint failed = made.failed, skipped = made.skipped
     cdef void *array = made.array
+    cdef void *mark = made.mark
     cdef uint32_t i
+    if made.good != NULL and not failed and not skipped:
+        made.good[0] = 1
     for i in range(call.n):
         drop_dims(&call.parts[i])
     end_call(call)
@@ -534,6 +546,8 @@ cdef void settle(Call *call) noexcept nogil:
         api.drop_error(&error)          # the engine has made a copy
     if array != NULL:
         api.free(array)
+    if mark != NULL:
+        api.free(mark)
     count_over()
 
 

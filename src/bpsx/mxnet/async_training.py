@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 
 from bpsx.errors import ConfigError
-from bpsx.mxnet.ops import check_array, overwrite
+from bpsx.mxnet.ops import check_array, copy_to_devices, overwrite, submit
 from bpsx.plugin import async_training
 
 
@@ -49,4 +50,22 @@ class Weights(async_training.Weights[Sequence[Any]]):
             # A separate array: if an exchange fails, the worker's own weights stay.
             change = before[name]
             change[:] = copies[0] - change
-            overwrite([change, *copies], name, priority=-i)
+            mark = mx.nd.zeros((1,), dtype="uint8", ctx=mx.cpu())
+            submit(change, name, priority=-i, mark=mark)
+            _assign_if(mark, copies[0], change)
+            copy_to_devices(copies)
+
+
+def _assign_if(mark: Any, weight: Any, value: Any) -> None:
+    """Overwrite ``weight`` with ``value``, of its shape, if ``mark`` is not 0.
+
+    Both may be arrays of npx.set_np(), whose reshape() makes copies.
+
+    The engine runs no operation on an array that could not be computed. But once it has raised the
+    error anywhere, it forgets it, and runs such operations as are left.
+    """
+    with mx.autograd.pause():
+        here = mx.nd.zeros((1,), dtype="uint8", ctx=weight.context)
+        mark.copyto(here)
+        row = weight.as_nd_ndarray().reshape((1, -1))
+        mx.nd.where(here, value.as_nd_ndarray().reshape((1, -1)), row, out=row)

@@ -139,11 +139,13 @@ def submit(
     priority: int = 0,
     rate: float = -1.0,
     step: Step | None = None,
+    mark: Any = None,
 ) -> None:
     """Have the engine overwrite ``array`` with all workers' sum or average, or the root's value.
 
     Returns at once; the operation begins when ``array`` is complete. ``step``: the step that it
-    counts with, or None.
+    counts with, or None. ``mark``: None, or an array of one uint8 in host memory, which is set to 1
+    if the operation succeeds.
 
     Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` if the job
     is known to have failed; and :class:`~bpsx.errors.BpsxError` if the engine has left out an
@@ -167,7 +169,8 @@ def submit(
         with adding:
             if step is not None:
                 step.add()
-            _pushes.push(here.handle.value, turn, plan, rate, priority)
+            of_mark = 0 if mark is None else mark.handle.value
+            _pushes.push(here.handle.value, turn, plan, rate, priority, of_mark)
         if here is not array:
             here.copyto(array)
 
