@@ -60,6 +60,11 @@ class Partition:
         """The residual's address."""
         return int(self._residual.ctypes.data)
 
+    @property
+    def options_at(self) -> int:
+        """The options' address."""
+        return int(self._options.ctypes.data)
+
     def decode(self, wire: np.ndarray, size: int, add: bool = False) -> None:
         """Decode ``size`` bytes of ``wire`` into the elements, or add them.
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.codec_partition import BYTES, N, Partition, copies
-from bench.report import Case, median_case
+from bench.report import BenchError, Case, median_case
 from bpsx.kernels.codecs import load_summer
 
 #: Partitions that a core works on in turn: more than its caches hold.
@@ -34,6 +34,7 @@ _SUM = ctypes.CFUNCTYPE(
     ctypes.c_uint64,
     ctypes.c_double,
 )
+_CHECK = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int64)
 
 
 class LaneRow(NamedTuple):
@@ -53,7 +54,9 @@ ROWS = (
     LaneRow("lane-onebit-2", "onebit", {"scaling": True}, 2, ">= 0.6"),
     LaneRow("lane-onebit-8", "onebit", {"scaling": True}, 8, ">= 0.6"),
     LaneRow("lane-onebit-32", "onebit", {"scaling": True}, 32),
+    LaneRow("lane-topk-2", "topk", {"k": 0.01}, 2),
     LaneRow("lane-topk-8", "topk", {"k": 0.01}, 8),
+    LaneRow("lane-randomk-8", "randomk", {"k": 0.01}, 8),
     LaneRow("lane-dithering-8", "dithering", {"k": 2}, 8),
 )
 
@@ -70,8 +73,9 @@ class _Key(Partition):
             self.elements[:] = rng.standard_normal(N, np.float32)
             self._sizes.append(self.encode())
             push[: self._sizes[-1]] = self.wire[: self._sizes[-1]]
-        address, self._owner = load_summer(row.compressor, "float32", True)
-        self._summer = _SUM(address) if address else None
+        self._summing = load_summer(row.compressor, "float32", True)
+        self._summer = _SUM(self._summing.sum) if self._summing.sum else None
+        self._checker = _CHECK(self._summing.check) if self._summing.check else None
 
     @property
     def traffic(self) -> int:
@@ -83,6 +87,10 @@ class _Key(Partition):
         if self._summer is not None:
             workers, stride = self._pushes.shape
             pushes = self._pushes.ctypes.data
+            if self._checker is not None:
+                options, at = self.options_at, range(pushes, pushes + workers * stride, stride)
+                if any(self._checker(push, options, N) for push in at):
+                    raise BenchError("a codec rejects its own encoded bytes")
             self._summer(pushes, stride, workers, 1, self.residual_at, *self.coding())
             return
         for i, push in enumerate(self._pushes):

@@ -30,6 +30,7 @@ def signed(seed: int) -> int:
 CODECS: dict[str, tuple[dict, bytes]] = {
     "onebit": ({"compressor": "onebit", "scaling": True}, reference.onebit_encode(G, True)),
     "topk": ({"compressor": "topk", "k": 0.05}, reference.topk_encode(G, 0.05)),
+    "topk-ef": ({"compressor": "topk", "k": 0.05, "ef": "vanilla"}, reference.topk_encode(G, 0.05)),
     "randomk": (
         {"compressor": "randomk", "k": 0.05},
         reference.randomk_encode(G, 1, signed(SEED), 0.05, False),
@@ -125,7 +126,10 @@ def test_undecodable_data_fails_the_round_by_name_and_the_next_one_is_right(rig,
     params, wire = CODECS[name]
     r = rig()
     register(r, 0, params)
-    for round_, bad in enumerate((b"", wire[:-1], wire[: len(wire) // 2], wire[:3])):
+    bads = [b"", wire[:-1], wire[: len(wire) // 2], wire[:3]]
+    if name.startswith("topk"):
+        bads.append(wire[4:8] + wire[:4] + wire[8:])  # indices that do not ascend
+    for round_, bad in enumerate(bads):
         r.push(0, 0, wire, flags=PACKED, round_=2 * round_)
         r.push(1, 0, bad, flags=PACKED, round_=2 * round_)
         for answer in answers(r):

@@ -17,6 +17,7 @@ _DECODE = C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_int64, *[C.c_void_p] * 3, C.c_i
 _SUM = C.CFUNCTYPE(
     C.c_int64, C.c_void_p, *[C.c_int64] * 3, *[C.c_void_p] * 5, C.c_int64, C.c_uint64, C.c_double
 )
+_CHECK = C.CFUNCTYPE(C.c_int64, *[C.c_void_p] * 2, C.c_int64)
 GUARD = 64
 #: Sizes around words, blocks and samples.
 SIZES = [
@@ -164,14 +165,32 @@ class Coder:
 class Summed(Coder):
     """A lane's codec of one partition, with the function that sums all pushes at once."""
 
-    def __init__(self, name: str, options: dict, n: int, wide: str, residual: bool) -> None:
-        super().__init__(name, options, n, wide, residual)
-        address, self._owner = load_summer(name, wide, residual)
-        self._sum = _SUM(address)
+    def __init__(
+        self, name: str, options: dict, n: int, wide: str, residual: bool, seed: int = 1
+    ) -> None:
+        super().__init__(name, options, n, wide, residual, seed=seed)
+        made = codec(name)
+        self._summing = load_summer(name, wide, residual)
+        self._sum, self._check = _SUM(self._summing.sum), None
+        if self._summing.check:
+            self._check = _CHECK(self._summing.check)
+        self.size = made.size(n, made.numbers(made.options(options)), np.dtype(wide).itemsize)
+
+    def accepts(self, push: bytes) -> bool:
+        """Whether a lane keeps ``push`` for the sum."""
+        if len(push) != self.size:
+            return False
+        edge = Edge(len(push))
+        room = edge.last(len(push))
+        room[:] = np.frombuffer(push, np.uint8)
+        done = self._check(room.ctypes.data, self.options.ctypes.data, self.n) if self._check else 0
+        assert done in (0, -1)
+        return done == 0
 
     def sum(self, pushes: list[bytes], divisor: int, factor: float = 1.0) -> bytes:
         """Return the encoded sum of ``pushes``, by ``divisor``."""
-        stride = (self.capacity + SLACK + 63) // 64 * 64
+        assert all(map(self.accepts, pushes))
+        stride = (self.size + SLACK + 63) // 64 * 64
         edge = Edge(stride * len(pushes))
         room = edge.last(stride * len(pushes))
         room[:] = 0x77
@@ -181,9 +200,47 @@ class Summed(Coder):
         size = self._sum(
             room.ctypes.data, stride, len(pushes), divisor, residual, *self._coding(factor)
         )
-        assert size == self.capacity
+        assert size == self.size
         assert room.tobytes() == given, "the pushes were written to"
         return self._written(size)
+
+
+def assert_sum_is_that_of_single_pushes(
+    name: str,
+    options: dict,
+    n: int,
+    wide: str,
+    residual: bool,
+    rounds: list[list[str]],
+    divisor: int,
+    factor: float,
+    seed: int,
+    alike: bool = False,
+) -> None:
+    """Compare a lane that sums all pushes at once with one that decodes them in turn, by bits.
+
+    ``rounds``: the kinds of gradients that are pushed in each.
+    """
+    slow, fast = (
+        Coder(name, options, n, wide, residual, seed=seed),
+        Summed(name, options, n, wide, residual, seed=seed),
+    )
+    slow.options[ALIKE] = fast.options[ALIKE] = alike
+    worker = Coder(name, options, n, wide, seed=seed)
+    for i, what in enumerate(rounds):
+        pushes = []
+        for j, kind in enumerate(what):
+            worker.counter = i
+            pushes.append(worker.encode(gradient(kind, n, wide, seed % 1000 + j)))
+        total = slow.decode(pushes[0])
+        for push in pushes[1:]:
+            total = slow.decode(push, total)
+        with np.errstate(all="ignore"):
+            total = total / total.dtype.type(divisor)
+        want, got = slow.encode(total, factor), fast.sum(pushes, divisor, factor)
+        assert same(fast.decode(got), slow.decode(want)) and len(got) == len(want)
+        assert np.isnan(slow.decode(want)).any() or got == want
+        assert same(fast.residual, slow.residual) and same(fast.state, slow.state)
 
 
 def same(got: np.ndarray, want: np.ndarray) -> bool:

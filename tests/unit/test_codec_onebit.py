@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.reference import Reference, onebit_decode, onebit_encode
-from support.codec_tools import Coder, Summed, corrupt, gradient, kinds, same, sizes, wides
+from support.codec_tools import (
+    Coder,
+    assert_sum_is_that_of_single_pushes,
+    corrupt,
+    gradient,
+    kinds,
+    same,
+    sizes,
+    wides,
+)
 
 #: Tolerance of float32 sums of blocks of 1024 that are then added in float64; the order of
 #: additions depends on the processor.
@@ -169,18 +178,6 @@ def test_a_sum_beyond_float64_is_an_overflow(residual):
 def test_a_sum_in_one_pass_has_the_bits_of_one_push_after_the_other(
     residual, n, scaling, wide, rounds, divisor, factor, seed
 ):
-    options = {"scaling": scaling}
-    worker = Coder("onebit", options, n, wide)
-    slow, fast = (
-        Coder("onebit", options, n, wide, residual),
-        Summed("onebit", options, n, wide, residual),
+    assert_sum_is_that_of_single_pushes(
+        "onebit", {"scaling": scaling}, n, wide, residual, rounds, divisor, factor, seed
     )
-    for what in rounds:
-        pushes = [worker.encode(gradient(kind, n, wide, seed + i)) for i, kind in enumerate(what)]
-        total = slow.decode(pushes[0])
-        for push in pushes[1:]:
-            total = slow.decode(push, total)
-        with np.errstate(all="ignore"):
-            total = total / total.dtype.type(divisor)
-        assert fast.sum(pushes, divisor, factor) == slow.encode(total, factor)
-        assert same(fast.residual, slow.residual) and same(fast.state, slow.state)

@@ -20,6 +20,7 @@ from bpsx.kernels.reference import (
 from support.codec_tools import (
     Coder,
     assert_nothing_is_lost,
+    assert_sum_is_that_of_single_pushes,
     corrupt,
     gradient,
     kinds,
@@ -216,6 +217,26 @@ def test_the_counter_is_the_senders():
     decoded = receiver.decode(wire)
     assert same(decoded, randomk_decode(wire, 500, 7, 0.1)) and np.count_nonzero(decoded) == 50
     assert (decoded[decoded != 0] == g[decoded != 0]).all()
+
+
+@pytest.mark.parametrize("residual", ["", "vanilla", "sparse"])
+@settings(max_examples=80, deadline=None)
+@given(
+    n=sizes,
+    k=ks,
+    wide=wides,
+    rounds=st.lists(st.lists(kinds, min_size=1, max_size=5), min_size=1, max_size=3),
+    divisor=st.integers(1, 7),
+    factor=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=seeds,
+)
+def test_a_sum_in_one_pass_has_the_bits_of_one_push_after_the_other(
+    residual, n, k, wide, rounds, divisor, factor, seed
+):
+    sparse = residual == "sparse"
+    assert_sum_is_that_of_single_pushes(
+        "randomk", {"k": k}, n, wide, residual != "", rounds, divisor, factor, seed, sparse
+    )
 
 
 @settings(max_examples=30, deadline=None)

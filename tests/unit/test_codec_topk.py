@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.errors import ConfigError
+from bpsx.kernels import codecs
 from bpsx.kernels.codecs import amount_numbers, amount_of, codec
+from bpsx.kernels.cpu.topk import TopK
 from bpsx.kernels.reference import Reference, amount, topk_decode, topk_encode
 from support.codec_tools import (
     Coder,
+    Summed,
     assert_nothing_is_lost,
+    assert_sum_is_that_of_single_pushes,
     corrupt,
     gradient,
     kinds,
@@ -112,6 +116,34 @@ def test_magnitudes_that_are_next_to_each_other(k, n, wide):
             assert Coder("topk", {"k": k}, n, wide).encode(g) == topk_encode(g, k)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    n=sizes,
+    k=ks,
+    wide=wides,
+    rounds=st.lists(st.lists(kinds, min_size=1, max_size=5), min_size=1, max_size=3),
+    divisor=st.integers(1, 7),
+    factor=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=st.integers(0, 99),
+)
+def test_a_sum_in_one_pass_has_the_bits_of_one_push_after_the_other(
+    n, k, wide, rounds, divisor, factor, seed
+):
+    assert_sum_is_that_of_single_pushes(
+        "topk", {"k": k}, n, wide, True, rounds, divisor, factor, seed
+    )
+
+
+@pytest.mark.parametrize("own", ["", "encoder", "decoder"])
+def test_a_compressor_with_an_encoder_or_decoder_of_its_own_does_not_inherit_sums(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"other {own}"
+    changed = {own: getattr(TopK, own)} if own else {}
+    monkeypatch.setitem(codecs._codecs, name, type("Other", (TopK,), changed)())
+    assert bool(codecs.load_summer(name, "float32", True).sum) == (not own)
+
+
 @settings(max_examples=30, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
 def test_nothing_is_lost(n, k, wide, seed):
@@ -135,16 +167,19 @@ def test_corrupt_bytes(n, k, wide, seed, add):
         assert got is not None and (
             np.array_equal(got, want, equal_nan=True) if add else same(got, want)
         )
+    assert Summed("topk", {"k": k}, n, wide, True).accepts(wire) == (got is not None)
 
 
 @pytest.mark.parametrize(
     "indices", [[3, 3], [4, 3], [0, 10], [10, 11], [0, 2**31], [2**32 - 1, 0], [0, 2**32 - 1]]
 )
 def test_indices_out_of_order_or_range_are_rejected(indices):
-    coder = Coder("topk", {"k": 2}, 10)
+    coder = Summed("topk", {"k": 2}, 10, "float32", True)
     values = np.ones(2, np.float32).tobytes()
-    assert coder.decode(np.array([3, 9], np.uint32).tobytes() + values) is not None
-    assert coder.decode(np.array(indices, np.uint32).tobytes() + values) is None
+    right = np.array([3, 9], np.uint32).tobytes() + values
+    assert coder.decode(right) is not None and coder.accepts(right)
+    wrong = np.array(indices, np.uint32).tobytes() + values
+    assert coder.decode(wrong) is None and not coder.accepts(wrong)
 
 
 @pytest.mark.parametrize("name", ["topk", "randomk"])

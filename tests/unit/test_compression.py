@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,12 @@ from bpsx.compression.spec import (
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
+from bpsx.kernels import codecs
 from bpsx.kernels.codecs import codec
 from bpsx.local.neighbourhood import Neighbourhood
 from bpsx.plugin.compression_params import choose
 from support.codec_tools import Coder
+from support.places import SOURCE
 
 GOOD: list[dict[str, Any]] = [
     {"compressor": "onebit"},
@@ -367,3 +370,9 @@ def test_options_of_value_0_travel() -> None:
         '"level": 0' in CompressionSpec("mine", (("level", 0),)).text()
         and '"flag"' not in CompressionSpec("mine", (("flag", False),)).text()
     )
+
+
+def test_the_core_has_the_codecs_constants() -> None:
+    text = (SOURCE / "core" / "codec" / "packed.pxd").read_text()
+    for name in ("N_OPTIONS", "ALIKE", "N_STATE", "MOST_PUSHES", "SLACK"):
+        assert re.findall(rf"^    {name} = (\d+)", text, re.M) == [str(getattr(codecs, name))]

@@ -24,6 +24,7 @@ from bpsx.kernels.codecs import (
     COMMON,
     COMPRESSORS,
     Compressor,
+    Summing,
     checked_choice,
     checked_flag,
     checked_number,
@@ -296,6 +297,8 @@ class Made(NamedTuple):
     encode: int
     decode: int
     sum: int
+    check: int
+    pushed: int
     widen: int
     narrow: int
     wide_itemsize: int
@@ -370,7 +373,7 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
     residual, momentum = bool(given.ef), bool(given.momentum) and sender is not None
     _check_count(given, n)
     compiled = load_codec(given.compressor, wide, residual, momentum)
-    summer = load_summer(given.compressor, wide, residual) if sender is None else (0, None)
+    summing = load_summer(given.compressor, wide, residual) if sender is None else Summing(0, 0, ())
     conversion = load_conversion(dtype if sender is not None else wide)
     numbers = used.numbers(dict(given.options))
     if len(numbers) > ALIKE:
@@ -385,7 +388,9 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
     return Made(
         compiled.encode,
         compiled.decode,
-        summer[0],
+        summing.sum,
+        summing.check,
+        used.size(n, numbers, BY_NAME[wide].itemsize) if summing.sum else 0,
         conversion[0],
         conversion[1],
         BY_NAME[wide].itemsize,
@@ -400,7 +405,7 @@ def make(given: CompressionSpec, dtype: str, nbytes: int, which: int, sender: in
         used.counted,
         not residual and not used.remembers,
         given.ef == "sparse" and sender is None,
-        (compiled, summer, conversion),
+        (compiled, summing, conversion),
     )
 
 

@@ -38,6 +38,7 @@ ctypedef int64_t (*sum_fn)(
     uint8_t *pushes, int64_t stride, int64_t count, int64_t divisor, void *e, uint8_t *wire,
     uint8_t *scratch, double *state, int64_t *options, int64_t n, uint64_t counter, double factor
 ) noexcept nogil
+ctypedef int64_t (*check_fn)(uint8_t *wire, int64_t *options, int64_t n) noexcept nogil
 # Steps of PowerSGD, see low_rank.py. `e`: the residual, read if `feedback`. `begin`, `end`: rows;
 # in project_back columns.
 ctypedef void (*project_fn)(

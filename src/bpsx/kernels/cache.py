@@ -143,7 +143,8 @@ def _sources() -> bytes:
     """Digest of all kernels' sources: each may be compiled into the others."""
     here = Path(__file__)
     digest = hashlib.blake2b()
-    for source in (here, here.with_name("object_code.py"), *sorted(here.parent.glob("cpu/*.py"))):
+    others = (here.with_name(f"{name}.py") for name in ("codec", "codecs", "object_code"))
+    for source in (here, *others, *sorted(here.parent.glob("cpu/*.py"))):
         digest.update(source.read_bytes())
     return digest.digest()
 

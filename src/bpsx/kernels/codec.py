@@ -25,10 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 #: Lengths of a codec's options and of its state between rounds. The last option is the seed. The
-#: option before it is a flag for a lane's encoder: error feedback is "sparse", and all pushes of
-#: this round began with the same counter.
+#: option before it is a flag for a lane's encoder and summer: error feedback is "sparse", and all
+#: pushes of this round began with the same counter.
 N_OPTIONS, N_STATE = 8, 4
 ALIKE, SEED = N_OPTIONS - 2, N_OPTIONS - 1
+#: The most pushes that a summer gets.
+MOST_PUSHES = 1024
 #: Bytes that an encoder may touch beyond its capacity, and a decoder beyond its input, since both
 #: work in whole words.
 SLACK = 64
@@ -43,10 +45,14 @@ Encoder = Callable[..., int]
 #: survive any bytes, reads only wire[:size + SLACK] and writes only out[:n].
 Decoder = Callable[..., int]
 #: sum(pushes, stride, count, divisor, e, wire, scratch, state, options, n, counter, factor) ->
-#: bytes written. Does what decoding ``count`` pushes one after the other, dividing by ``divisor``
-#: (1 or more) and encoding would do, to the same bits. pushes: uint8, each of them ``stride`` bytes
-#: after the one before it. The others are as for an encoder.
+#: bytes written. Does what decoding ``count`` pushes (at most :data:`MOST_PUSHES`) one after the
+#: other, dividing by ``divisor`` (1 or more) and encoding would do, to the same bits. pushes:
+#: uint8, each of them ``stride`` bytes after the one before it. If the codec is ``counted``, all of
+#: them begin with ``counter``. The others are as for an encoder.
 Summer = Callable[..., int]
+#: check(wire, options, n) -> 0, or -1 if this codec cannot have written the bytes. The sender may
+#: be hostile, but the number of bytes is right.
+Checker = Callable[..., int]
 
 
 class Compressor(ABC):
@@ -111,8 +117,19 @@ class Codec(Compressor):
     def summer(self, residual: bool) -> Summer | None:
         """Return a function for Numba with which a lane decodes, sums and encodes in one pass.
 
-        For codecs that encode n elements into ``capacity`` bytes always, and decode any such bytes.
-        None: a lane decodes each push into an accumulator, and encodes that.
+        For codecs that encode n elements into :meth:`size` bytes always. None: a lane decodes each
+        push into an accumulator, and encodes that.
+        """
+        return None
+
+    def size(self, n: int, numbers: list[int], itemsize: int) -> int:
+        """Return the bytes of n elements of ``itemsize`` bytes, for a codec with a summer."""
+        return self.capacity(n, numbers)
+
+    def checker(self) -> Checker | None:
+        """Return a function for Numba that checks a push before a summer gets it.
+
+        None: the codec decodes any bytes.
         """
         return None
 
@@ -194,4 +211,15 @@ class Compiled(NamedTuple):
 
     encode: int
     decode: int
+    owners: tuple[object, ...]
+
+
+class Summing(NamedTuple):
+    """Addresses of a codec's summer and checker for one element type; 0: it has none.
+
+    ``owners`` keep them alive.
+    """
+
+    sum: int
+    check: int
     owners: tuple[object, ...]

@@ -19,10 +19,12 @@ import numpy as np
 from bpsx.errors import ConfigError
 from bpsx.kernels.cache import compiled, identity
 from bpsx.kernels.codec import ALIKE as ALIKE
+from bpsx.kernels.codec import MOST_PUSHES as MOST_PUSHES
 from bpsx.kernels.codec import N_OPTIONS as N_OPTIONS
 from bpsx.kernels.codec import N_STATE as N_STATE
 from bpsx.kernels.codec import SEED as SEED
 from bpsx.kernels.codec import SLACK as SLACK
+from bpsx.kernels.codec import Checker as Checker
 from bpsx.kernels.codec import Codec as Codec
 from bpsx.kernels.codec import Compiled as Compiled
 from bpsx.kernels.codec import Compressor as Compressor
@@ -30,6 +32,7 @@ from bpsx.kernels.codec import Decoder as Decoder
 from bpsx.kernels.codec import DeviceCodec as DeviceCodec
 from bpsx.kernels.codec import Encoder as Encoder
 from bpsx.kernels.codec import Summer as Summer
+from bpsx.kernels.codec import Summing as Summing
 
 #: Built-in compressors that users can name, and all built-in ones.
 COMPRESSORS = ("onebit", "topk", "randomk", "dithering", "powersgd")
@@ -43,7 +46,7 @@ _device_codecs: dict[str, DeviceCodec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
 _momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
-_summers: dict[tuple[str, str, bool], tuple[int, object]] = {}
+_summing: dict[tuple[str, str, bool], Summing] = {}
 
 
 def register(codec: Compressor) -> None:
@@ -162,18 +165,37 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
         return _loaded[key]
 
 
-def load_summer(name: str, wide: str, residual: bool) -> tuple[int, object]:
-    """Return the address of a codec's summer, 0 if it has none, and what keeps it alive.
+def load_summer(name: str, wide: str, residual: bool) -> Summing:
+    """Compile a codec's summer and checker, if it has them, or load them from the cache.
 
     Thread-safe. ``wide``: float32 or float64.
     """
     key = name, wide, residual
     with _lock:
-        if key not in _summers:
-            body = codec(name).summer(residual)
-            made = _function(name, "sum", wide, (residual,), body) if body is not None else None
-            _summers[key] = made.address if made is not None else 0, made
-        return _summers[key]
+        if key not in _summing:
+            used = codec(name)
+            sums = used.summer(residual) if _sums_itself(type(used)) else None
+            checks = used.checker() if sums is not None else None
+            made = [
+                None if body is None else _function(name, kind, wide, parts, body)
+                for kind, parts, body in (("sum", (residual,), sums), ("check", (), checks))
+            ]
+            addresses = [0 if function is None else function.address for function in made]
+            _summing[key] = Summing(addresses[0], addresses[1], tuple(made))
+        return _summing[key]
+
+
+def _sums_itself(kind: type[Codec]) -> bool:
+    """Whether a class's summer belongs to its encoder and decoder.
+
+    Not if it inherits the summer, but has an encoder or decoder of its own.
+    """
+    order = kind.__mro__
+    summer, *others = (
+        next(place for place, one in enumerate(order) if name in vars(one))
+        for name in ("summer", "encoder", "decoder")
+    )
+    return summer <= min(others)
 
 
 def _function(

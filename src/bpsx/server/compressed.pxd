@@ -6,7 +6,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.codec.packed cimport ALIKE, RATE_BYTES, SLACK, Packed
+from bpsx.core.codec.packed cimport ALIKE, MOST_PUSHES, RATE_BYTES, SLACK, Packed
 from bpsx.core.codec.state cimport (
     correction, grow_scratch, pack, save_state, server_state_bytes,
 )
@@ -21,12 +21,21 @@ cdef inline bint keeps_pushes(const Lane *lane, const Packed *p) noexcept nogil:
     Not if all pushes have more than twice the bytes of the accumulator that they replace: with
     onebit, those of 64 senders, or a few elements.
     """
-    return p.sum != NULL and lane.settings.senders * p.capacity <= 2 * p.n * p.wide_itemsize
+    return (
+        p.sum != NULL
+        and lane.settings.senders <= MOST_PUSHES
+        and lane.settings.senders * p.pushed <= 2 * p.n * p.wide_itemsize
+    )
 
 
 cdef inline uint64_t stride_of(const Packed *p) noexcept nogil:
     """Bytes from one kept push to the next."""
-    return (p.capacity + SLACK + 63) & ~<uint64_t>63
+    return (p.pushed + SLACK + 63) & ~<uint64_t>63
+
+
+cdef inline uint8_t *kept_push(const KeyState *e, uint64_t i) noexcept nogil:
+    """Return the i-th kept push, or its place."""
+    return <uint8_t *>e.compressed.acc + i * stride_of(e.compressed.packed)
 
 
 cdef inline uint64_t sum_bytes(const Lane *lane, const Packed *p) noexcept nogil:
@@ -68,6 +77,7 @@ cdef inline void add_packed(
     A malformed push fails the round on all workers, because the sum is spoilt.
     """
     cdef Packed *p = e.compressed.packed
+    cdef uint8_t *kept
     cdef double rate = 0
     e.compressed.longest = max(e.compressed.longest, length)
     if e.compressed.acc == NULL:
@@ -93,10 +103,14 @@ cdef inline void add_packed(
         fail_sum(e, E_CODEC, sender, sender)
         return
     if keeps_pushes(lane, p):
-        if length != p.capacity or e.round.added >= lane.settings.senders:
+        if length != p.pushed or e.round.added >= lane.settings.senders:
             fail_sum(e, E_CODEC, sender, sender)
             return
-        memcpy(e.compressed.acc + e.round.added * stride_of(p), body, length)
+        kept = kept_push(e, e.round.added)
+        memcpy(kept, body, length)
+        if p.check != NULL and p.check(kept, p.options, p.n) != 0:
+            fail_sum(e, E_CODEC, sender, sender)
+            return
         e.round.added += 1
         return
     # Copy: a decoder may read a little beyond the end, where the message's memory may end.
@@ -127,6 +141,26 @@ cdef inline void forget_residual(Packed *p) noexcept nogil:
         memset(p.residual, 0, p.n * p.wide_itemsize)
 
 
+cdef inline bint encode_one_by_one(Lane *lane, KeyState *e, uint8_t *wire) noexcept nogil:
+    """Encode the sum of kept pushes that begin with unlike counters. False: no memory."""
+    cdef Packed *p = e.compressed.packed
+    cdef uint64_t acc_bytes = (p.n * p.wide_itemsize + 63) & ~<uint64_t>63
+    cdef char *acc
+    cdef char *scratch
+    cdef uint32_t i
+    if not grow_scratch(&lane.scratch.at, &lane.scratch.size, acc_bytes + p.scratch):
+        return False
+    acc, scratch = lane.scratch.at, lane.scratch.at + acc_bytes
+    for i in range(e.round.added):
+        p.decode(
+            kept_push(e, i), p.pushed, acc, <uint8_t *>scratch + p.aside, p.options, p.n, i > 0
+        )
+    if e.operation.divisor > 1:
+        e.compressed.wide_kernels.divide(acc, p.n, e.operation.divisor)
+    pack(p, acc, wire, scratch, e.compressed.rate, False)
+    return True
+
+
 cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
     """Divide the sum and encode it; or sum the kept pushes in the same pass.
 
@@ -145,10 +179,14 @@ cdef inline char *encode_sum(Lane *lane, KeyState *e) noexcept nogil:
         # The reply has the pushes' counter; encoding increments it.
         p.counter = e.compressed.counter - 1
         p.options[ALIKE] = p.sparse and e.compressed.alike
-    if keeps_pushes(lane, p):
+    if keeps_pushes(lane, p) and p.counted and not e.compressed.alike:
+        if not encode_one_by_one(lane, e, wire):
+            free(wire)
+            return NULL
+    elif keeps_pushes(lane, p):
         p.counter += 1
         p.size = p.sum(
-            <uint8_t *>e.compressed.acc, stride_of(p), e.round.added,
+            kept_push(e, 0), stride_of(p), e.round.added,
             max(e.operation.divisor, <uint32_t>1),
             p.residual, wire, <uint8_t *>lane.scratch.at + p.aside, p.state, p.options, p.n,
             p.counter, correction(p, e.compressed.rate)

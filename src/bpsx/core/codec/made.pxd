@@ -12,7 +12,8 @@ from bpsx.core.codec.state cimport (
 from bpsx.core.partition cimport Matrix, Partition, Tensor
 from bpsx.core.state cimport MAX_THREADS
 from bpsx.kernels.abi cimport (
-    convert_fn, decode_fn, encode_fn, orthogonalise_fn, project_fn, refresh_fn, restore_fn, sum_fn,
+    check_fn, convert_fn, decode_fn, encode_fn, orthogonalise_fn, project_fn, refresh_fn,
+    restore_fn, sum_fn,
 )
 
 
@@ -25,6 +26,8 @@ cdef inline Packed *packed_new(made) except NULL:
     p.encode = <encode_fn><uintptr_t>made.encode
     p.decode = <decode_fn><uintptr_t>made.decode
     p.sum = <sum_fn><uintptr_t>made.sum
+    p.check = <check_fn><uintptr_t>made.check
+    p.pushed = made.pushed
     p.widen = <convert_fn><uintptr_t>made.widen
     p.narrow = <convert_fn><uintptr_t>made.narrow
     p.wide_itemsize = made.wide_itemsize

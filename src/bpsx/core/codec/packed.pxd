@@ -2,12 +2,13 @@
 # lane) accesses it. kernels/codecs.py describes the functions.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn, sum_fn
+from bpsx.kernels.abi cimport check_fn, convert_fn, decode_fn, encode_fn, sum_fn
 
 cdef enum:
-    N_OPTIONS = 8               # kernels/codecs.py has the same, and SLACK
+    N_OPTIONS = 8               # kernels/codecs.py has the same, SLACK, and MOST_PUSHES
     ALIKE = 6                   # index in `options` that a lane sets
     N_STATE = 4
+    MOST_PUSHES = 1024
     SLACK = 64
     PAGE = 4096
     RATE_BYTES = 8              # with `corrected` a push begins with the learning rate, a float64
@@ -18,6 +19,8 @@ cdef struct Packed:
     encode_fn encode
     decode_fn decode
     sum_fn sum                  # of a lane, if the codec has one; else NULL
+    check_fn check              # the same; checks pushes of `pushed` bytes before `sum` gets them
+    uint64_t pushed             # bytes of every push, if `sum` is not NULL
     # half types: convert to the wide type and back; NULL: elements have the wide type already
     convert_fn widen
     convert_fn narrow

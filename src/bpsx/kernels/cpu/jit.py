@@ -40,7 +40,7 @@ def _object_code(made: Any) -> bytes:
 def compile_codec(
     wide: str, kind: str, body: Callable[..., int]
 ) -> tuple[Any, Callable[[], bytes]]:
-    """Compile a codec's function. ``kind``: encode, decode, or sum."""
+    """Compile a codec's function. ``kind``: encode, decode, sum, or check."""
     elements, raw = types.CPointer(_WIDE[wide]), types.CPointer(types.uint8)
     state, options = types.CPointer(types.float64), types.CPointer(types.int64)
     whole, counter, number = types.int64, types.uint64, types.float64
@@ -49,5 +49,6 @@ def compile_codec(
         "encode": (elements, elements, elements, *coding, number),
         "decode": (raw, whole, elements, raw, options, whole, whole),
         "sum": (raw, whole, whole, whole, elements, *coding),
+        "check": (raw, options, whole),
     }
     return compile_with_numba(types.int64(*arguments[kind]), body)

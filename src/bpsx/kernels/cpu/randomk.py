@@ -9,6 +9,9 @@ Random words are splitmix64's (Steele, Lea and Flood, "Fast splittable pseudoran
 generators", OOPSLA 2014): the counter times the golden gamma, mixed by the finaliser "Mix13". The
 upper half of a word's product with y gives a number below y. All of it is integer arithmetic.
 
+Pushes with one counter have the same places. Their sum needs no accumulator: it is the sum of their
+values.
+
 Places ascend from b on. So the pass that adds the residual starts at b, and takes each element to
 send while it is in the L1 cache.
 """
@@ -27,6 +30,7 @@ from bpsx.kernels.codecs import (
     Codec,
     Decoder,
     Encoder,
+    Summer,
     amount_numbers,
     amount_of,
     checked_amount,
@@ -125,6 +129,47 @@ def _take_there(g: Any, e: Any, factor: Any, places: Any, values: Any, count: in
         values[j] = value
         e[i] = 0
         largest = max(largest, magnitude(value))
+    return largest
+
+
+@numba.njit
+def _add_values(pushes: Any, stride: int, pushed: int, values: Any, count: int) -> None:
+    """Set ``values`` to the sum of the ``count`` values of each of ``pushed`` pushes."""
+    for k in range(pushed):
+        added = like(at(pushes, k * stride + _HEAD, np.uint8), values)
+        if k == 0:
+            for j in range(count):
+                values[j] = added[j]
+        else:
+            for j in range(count):
+                values[j] = values[j] + added[j]
+
+
+@numba.njit
+def _scale(e: Any, n: int, factor: Any) -> Any:
+    """Multiply residuals by ``factor``; return whether there is an overflow."""
+    overflow, zero = False, cast(0.0, e)
+    for begin in range(0, n, BLOCK):
+        size = min(BLOCK, n - begin)
+        for i in range(begin, begin + size):
+            e[i] = zero + factor * e[i]  # as an encoder does where nothing was pushed: no -0
+        overflow |= _overflow(e, begin, size)
+    return overflow
+
+
+@numba.njit
+def _add_left(e: Any, factor: Any, places: Any, values: Any, count: int, residual: bool) -> Any:
+    """Add the residuals at ``places``, if there are any, and clear them.
+
+    Returns the largest magnitude.
+    """
+    largest = np.uint64(0)
+    for j in range(count):
+        if residual:
+            i = np.int64(places[j])
+            values[j] = values[j] + factor * e[i]
+            e[i] = 0
+        largest = max(largest, magnitude(values[j]))
     return largest
 
 
@@ -255,6 +300,47 @@ class RandomK(Codec):
             return _HEAD + count * width(g)
 
         return encode
+
+    def size(self, n: int, numbers: list[int], itemsize: int) -> int:
+        """Return the exact size."""
+        return _HEAD + itemsize * amount_of(n, numbers)
+
+    def summer(self, residual: bool) -> Summer:
+        """Return a function that sums values. It reads residuals elsewhere only to scale them."""
+
+        def sum_pushes(
+            pushes: Any,
+            stride: int,
+            count: int,
+            divisor: int,
+            e: Any,
+            wire: Any,
+            scratch: Any,
+            state: Any,
+            options: Any,
+            n: int,
+            counter: int,
+            factor: float,
+        ) -> Any:
+            sent, f, d = amount(options, n), cast(factor, e), cast(divisor, e)
+            places, values = at(scratch, 8 * BLOCK, np.uint32), like(at(wire, _HEAD, np.uint8), e)
+            draw(places, options[SEED], np.uint64(counter), n, sent)
+            at(wire, 0, np.uint64)[0] = counter
+            _add_values(pushes, stride, count, values, sent)
+            if divisor > 1:
+                for j in range(sent):
+                    values[j] = values[j] / d
+            overflow = False
+            if residual and options[ALIKE] == 0 and factor != 1.0:
+                overflow, f = _scale(e, n, f), cast(1.0, e)
+            largest = _add_left(e, f, places, values, sent, residual)
+            if residual and (overflow or largest >= infinity(e)):
+                if largest < infinity(e):
+                    values[0] = np.nan
+                forget(e, n)
+            return _HEAD + sent * width(e)
+
+        return sum_pushes
 
     def decoder(self) -> Decoder:
         """Return a decoder that sets or adds the sent elements.
