@@ -77,7 +77,7 @@ def assert_ended_as_failed(job: subprocess.Popen[bytes]) -> None:
 def test_a_job_that_goes_on_without_a_server_ends_well(launcher: Launcher, told: bool) -> None:
     """A scheduler that says nothing of the loss, as on another host, says it with its status."""
     hub = RUNNING + ("survive(0)\n" if told else "lose(0)\n") + "serve()"
-    status, out, err = finish(start(launcher, hub, GO + "print('done')"))
+    status, out, err = finish(start(launcher, hub, GO + "print('done')", grace=60))
     assert (status, out) == (0, ["[worker 0] done", "[worker 1] done"]), err
     (line,) = err
     assert re.fullmatch(WENT_ON, line), err
@@ -104,7 +104,7 @@ def test_the_workers_of_a_job_that_goes_on_get_no_signal(launcher: Launcher) -> 
 
 def test_each_lost_server_is_named(launcher: Launcher) -> None:
     hub = RUNNING + "survive(1)\nsurvive(0)\nserve()"
-    status, _, err = finish(start(launcher, hub, GO, servers=3))
+    status, _, err = finish(start(launcher, hub, GO, servers=3, grace=60))
     assert status == 0
     (line,) = err
     died = r"server [012] \(pid \d+\) was killed by SIGKILL, and the job went on without it"
@@ -164,11 +164,11 @@ def test_a_lost_server_that_hangs_is_no_failure(launcher: Launcher) -> None:
         "link.send(b'%d' % os.getpid())\n"
         "if link.recv(1) == b'h': os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
-    status, _, err = finish(start(launcher, hub, GO, server=server))
+    status, _, err = finish(start(launcher, hub, GO, server=server, grace=2))
     assert status == 0
     (line,) = err
     assert re.fullmatch(
-        r"bpsx-run: server [01] \(pid \d+\) was still running after the grace time \(0.2 s\), got"
+        r"bpsx-run: server [01] \(pid \d+\) was still running after the grace time \(2 s\), got"
         " SIGTERM and was killed by SIGKILL, and the job went on without it",
         line,
     ), err
@@ -273,6 +273,6 @@ def test_a_server_that_leaves_is_not_ended(launcher: Launcher) -> None:
     """The scheduler reports no "gone", as it has asked to leave, however long its end takes."""
     hub = RUNNING + "tell(f'lost server 0 {pids[0]}')\nserve()"
     server = JOIN + "link.send(b'%d' % os.getpid())\nlink.recv(1)\n"
-    worker = "import time; time.sleep(1.5)\n" + GO
-    status, _, err = finish(start(launcher, hub, worker, server=server))
+    worker = "import time; time.sleep(3)\n" + GO
+    status, _, err = finish(start(launcher, hub, worker, server=server, grace=2))
     assert (status, err) == (0, [])
