@@ -88,6 +88,8 @@ TELL = (
     "def tell(n, _): print('got', n, flush=True); os._exit(5)\nfor s in (1, 2, 10, 12, 15):"
     " signal.signal(s, tell)\n"
 )
+#: For two processes with the same FIFO as GATE: each waits for the other one.
+MEETS, IS_MET = "open(e['GATE']).close()\n", "open(e['GATE'], 'w').close()\n"
 
 
 def python(text: str) -> list[str]:

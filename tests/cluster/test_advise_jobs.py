@@ -64,7 +64,8 @@ def test_a_command_is_run_alone_and_its_steps_are_predicted(launcher: Launcher) 
     seconds = {name: found["methods"][name]["seconds"] for name in METHODS}
     # The link alone takes 0.33 s for each 4 MB; without spare machines a card carries 1.5 of them.
     assert 0.9 < seconds[PLAIN]["0"] / (1.5 * 0.334 + found["step"]["ready_seconds"]) < 1.1
-    assert seconds[PLAIN]["4"] < seconds[PLAIN]["0"] and seconds["bfloat16"]["0"] < 0.6 * 0.6
+    assert seconds[PLAIN]["4"] < seconds[PLAIN]["0"]
+    assert seconds["bfloat16"]["0"] - found["step"]["ready_seconds"] < 0.6 * 0.6 - 0.02
     assert found["pick"] != PLAIN and found["seconds_now"] is None
 
 

@@ -60,14 +60,25 @@ def test_with_replace_a_job_ends_if_nobody_joins():
 
 
 def test_each_worker_is_replaced_in_turn():
-    with Job(TRAINING, workers=2, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
+    # The last steps wait until both are replaced.
+    source = TRAINING.replace(
+        "            state.weights +=",
+        """            if state.step == 100 and not state.told:
+                state.told = bool(bpsx.push_pull(np.ones(1) * told_to_end(), name="told")[0])
+                time.sleep(0.005)
+                state.commit()
+                continue
+            state.weights +=""",
+    ).replace('note=["a", 1]', 'note=["a", 1], told=False')
+    with Job(source, workers=2, servers=2, env={"BPSX_ELASTIC": "shrink"}) as job:
         newest = 0
         for lost, step in ((0, 10), (1, 20)):
             job.workers[lost].wait_for_line(f'["step", {step}]')
             job.workers[lost].signal(signal.SIGKILL)
             job.start_worker(lost)
             newest = len(job.workers) - 1
-            job.workers[newest].wait_for_line('["step"')
+            job.workers[newest].wait_for_line('["train"')
+        job.tell_to_end()
         living = job.workers[2:]
         assert [w.wait() for w in living] == [0, 0], living[0].text()
         reports = [w.reports()[-1] for w in living]

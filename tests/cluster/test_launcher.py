@@ -17,7 +17,9 @@ from launching import (
     FOR_EVER,
     HELPERS_END_BEFORE_THE_SIGNAL,
     HUB,
+    IS_MET,
     JOIN,
+    MEETS,
     PY,
     SERVER,
     TELL,
@@ -253,7 +255,12 @@ def test_a_server_that_fails(launcher: Launcher) -> None:
 
 
 def test_after_a_failure_the_others_get_sigterm(launcher: Launcher) -> None:
-    job = launcher.job(TELL + "if me: sys.exit(1)\n" + FOR_EVER, grace=0.3)
+    job = launcher.job(
+        TELL + f"if me: {MEETS}if me: sys.exit(1)\n{IS_MET}" + FOR_EVER,
+        grace=0.3,
+        kill_after=5,
+        environment={"GATE": str(launcher.gate())},
+    )
     status, out, err = finish(job)
     assert status == 1  # not the status of a process that the launcher ended
     assert "[worker 0] got 15" in out
@@ -265,7 +272,11 @@ def test_after_a_failure_the_others_get_sigterm(launcher: Launcher) -> None:
 
 
 def test_processes_that_ignore_sigterm_get_sigkill(launcher: Launcher) -> None:
-    job = launcher.job(DEAF + "if me: sys.exit(1)\n" + FOR_EVER, grace=0.1)
+    job = launcher.job(
+        DEAF + f"if me: {MEETS}if me: sys.exit(1)\n{IS_MET}" + FOR_EVER,
+        grace=0.1,
+        environment={"GATE": str(launcher.gate())},
+    )
     status, _, err = finish(job)
     assert status == 1
     assert (
@@ -291,7 +302,14 @@ def test_a_process_that_ends_within_the_grace_time_is_not_killed(launcher: Launc
 
 def test_a_server_that_stays_after_the_workers_is_a_failure(launcher: Launcher) -> None:
     leave = "signal.signal(15, lambda *_: os._exit(0))\n"
-    job = launcher.job("", server=JOIN + leave + FOR_EVER, grace=0.2, workers=1)
+    job = launcher.job(
+        MEETS,
+        server=JOIN + leave + IS_MET + FOR_EVER,
+        grace=0.2,
+        kill_after=5,
+        workers=1,
+        environment={"GATE": str(launcher.gate())},
+    )
     status, _, err = finish(job)
     assert status == 1
     (line,) = err

@@ -13,7 +13,9 @@ import pytest
 from launching import (
     FOR_EVER,
     HUB,
+    IS_MET,
     JOIN,
+    MEETS,
     PY,
     SERVER,
     TELL,
@@ -155,13 +157,15 @@ def test_a_mistake_is_named_before_anything_starts(
 
 def test_the_worst_status_and_the_others_end(launcher: Launcher) -> None:
     worker = (
-        "import os, signal, sys\n"
+        "import os, signal, sys\ne = os.environ\n"
         + TELL
-        + "if os.environ['BYTEPS_LOCAL_RANK'] == '1': sys.exit(6)\n"
+        + "if e['BYTEPS_LOCAL_RANK'] == '1':\n  "
+        + f"{MEETS}  sys.exit(6)\n{IS_MET}"
         + FOR_EVER
     )
     job = launcher.start(
-        words("--grace", "0.2", *python(worker)), {**WORKER, "NVIDIA_VISIBLE_DEVICES": "0,1"}
+        words("--grace", "0.2", *python(worker)),
+        {**WORKER, "NVIDIA_VISIBLE_DEVICES": "0,1", "GATE": str(launcher.gate())},
     )
     status, out, err = finish(job)
     assert status == 6

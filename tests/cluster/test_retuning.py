@@ -13,10 +13,11 @@ from network import NetJob, Network, needed
 from support.jobs import TRANSPORTS, Job
 
 #: A scheduler that changes the size as soon as workers want it.
+#: Some scripts tell their rates once: a look that came too early would use them up.
 IMPATIENT = """
 import runpy
 import bpsx.scheduler.resizing as resizing
-resizing.FIRST_WAIT = 0.1
+resizing.FIRST_WAIT = 0.0
 runpy.run_module("bpsx.scheduler", run_name="__main__", alter_sys=True)
 """
 APART = {i: {"DMLC_NODE_HOST": f"127.0.1.{i}"} for i in range(4)}

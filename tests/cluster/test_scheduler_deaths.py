@@ -442,7 +442,7 @@ def test_another_job_at_the_same_address_ends_the_orphans():
 
 
 def test_a_worker_that_dies_meanwhile_ends_the_job():
-    env = {"BPSX_SCHEDULER_WAIT": "4"}
+    env = {"BPSX_SCHEDULER_WAIT": "10"}
     with Job(FOR_EVER, workers=2, servers=2, env=env) as job:
         everywhere(job, "running")
         kill(job.scheduler)
@@ -455,7 +455,7 @@ def test_a_worker_that_dies_meanwhile_ends_the_job():
 
 def test_workers_that_end_meanwhile_do_so_well():
     """They wait for a goodbye for a while; another scheduler later says it, or nobody does."""
-    env = {"BPSX_SHUTDOWN_TIMEOUT": "1", "BPSX_SCHEDULER_WAIT": "3"}
+    env = {"BPSX_SHUTDOWN_TIMEOUT": "1", "BPSX_SCHEDULER_WAIT": "60"}
     with Job(_STEPPING, workers=2, servers=1, env=env) as job:
         everywhere(job, "running")
         kill(job.scheduler)

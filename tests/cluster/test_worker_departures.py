@@ -387,7 +387,7 @@ def test_a_worker_that_handles_no_signals_any_more_ends():
         "import ctypes; lock, mutex = ctypes.CDLL(None).pthread_mutex_lock,"
         " ctypes.create_string_buffer(64)"
     )
-    with stuck({"BPSX_TERM_GRACE": "1"}, then="lock(mutex); lock(mutex)", begin=begin) as job:
+    with stuck({"BPSX_TERM_GRACE": "5"}, then="lock(mutex); lock(mutex)", begin=begin) as job:
         go_on(job)
         assert job.workers[1].wait() == 128 + signal.SIGTERM
         job.end(0)
@@ -395,7 +395,7 @@ def test_a_worker_that_handles_no_signals_any_more_ends():
 
 def test_the_time_is_over_only_for_one_that_has_not_left():
     """A callback may take longer, as to save a checkpoint."""
-    with stuck({"BPSX_TERM_GRACE": "1"}, callback="lambda: time.sleep(1.5),") as job:
+    with stuck({"BPSX_TERM_GRACE": "5"}, callback="lambda: time.sleep(5.5),") as job:
         go_on(job)
         job.end_well(1)
 

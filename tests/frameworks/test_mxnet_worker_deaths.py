@@ -76,8 +76,12 @@ def test_a_worker_that_dies_at_any_moment_counts_in_all_gradients_or_none():
 def test_an_exchange_that_the_engine_skips_keeps_no_other_one_waiting():
     """Otherwise this worker would wait for its own gradients for ever."""
     source = """
+import threading
+queued = threading.Event()
+
 class Breaks(mx.operator.CustomOp):
     def forward(self, **_):
+        queued.wait(60)  # if it had failed before, trainer.step() would raise
         raise ValueError("broken")
 
 @mx.operator.register("bpsx_breaks")
@@ -93,6 +97,7 @@ for i in range(3):
         gradient += mx.nd.Custom(gradient, op_type="bpsx_breaks")
     trainer.step(1)
     if number == 1 and i == 1:
+        queued.set()
         found = []
         for p in params:
             try:
