@@ -16,7 +16,7 @@ from frameworks import test_tensorflow_worker_deaths as tensorflow
 from frameworks import test_torch_worker_deaths as torch
 from frameworks.mxnet_scripts import HEAD
 from support.jobs import Job
-from support.worker_deaths import DYING, survivors_agree
+from support.worker_deaths import DYING, survivors_agree, waits_for_death
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 8
@@ -49,7 +49,8 @@ WHOLE, WITHOUT = round(111_111 / 6, 2), round(110_011 / 4, 2)
 @pytest.mark.parametrize("killed", [2, 3], ids=["other", "root"])
 @pytest.mark.parametrize("framework", SOURCES)
 def test_a_machine_counts_in_all_gradients_of_a_step_or_in_none(framework, killed):
-    with Job(SOURCES[framework](), workers=6, processes=2, servers=2, env=tensorflow.ENV) as job:
+    source = waits_for_death(SOURCES[framework](), 2, 3)
+    with Job(source, workers=6, processes=2, servers=2, env=tensorflow.ENV) as job:
         job.workers[random.randrange(6)].wait_for_line('["step", 2]')
         job.workers[killed].signal(signal.SIGKILL)
         moves = survivors_agree(job, (2, 3), 6)

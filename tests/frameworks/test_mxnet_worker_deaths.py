@@ -10,7 +10,7 @@ import pytest
 
 from frameworks.mxnet_scripts import HEAD
 from support.jobs import Job
-from support.worker_deaths import DYING, SHRINK, survivors_agree
+from support.worker_deaths import DYING, SHRINK, survivors_agree, waits_for_death
 
 pytestmark = pytest.mark.timeout(180)
 #: Elements of the parameters. Gradients of worker ``r`` are 10 ** r everywhere.
@@ -66,7 +66,8 @@ def test_a_worker_that_dies_in_a_step_counts_in_all_gradients_or_none(update):
 
 def test_a_worker_that_dies_at_any_moment_counts_in_all_gradients_or_none():
     for update in random.sample(sorted(UPDATES), 2):
-        with job_of(TRAINING, steps=8, fatal=-1, update=UPDATES[update]) as job:
+        source = waits_for_death(TRAINING, 1)
+        with job_of(source, steps=8, fatal=-1, update=UPDATES[update]) as job:
             job.workers[random.randrange(3)].wait_for_line('["step", 2]')
             job.workers[1].signal(signal.SIGKILL)
             moves = survivors_agree(job, 1, 3)

@@ -12,7 +12,7 @@ import pytest
 
 from support.jobs import Job
 from support.tensorflow_job import QUIET
-from support.worker_deaths import DYING, SHRINK, survivors_agree
+from support.worker_deaths import DYING, SHRINK, survivors_agree, waits_for_death
 
 ENV = {**SHRINK, **QUIET}
 #: Elements of the parameters. Gradients of worker ``r`` are 10 ** r everywhere.
@@ -74,7 +74,7 @@ def test_a_worker_that_dies_in_a_step_counts_in_all_gradients_or_none(run):
 @pytest.mark.parametrize("run", ["eager", "graph"])
 def test_a_worker_that_dies_at_any_moment_counts_in_all_gradients_or_none(run):
     source = TRAINING.format(sizes=SIZES, steps=8, fatal=-1, run=RUNS[run])
-    with job_of(source) as job:
+    with job_of(waits_for_death(source, 1)) as job:
         job.workers[random.randrange(3)].wait_for_line('["step", 2]')
         job.workers[1].signal(signal.SIGKILL)
         moves = survivors_agree(job, 1, 3)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from support.jobs import Job
-from support.worker_deaths import SHRINK, survivors_agree
+from support.worker_deaths import SHRINK, survivors_agree, waits_for_death
 
 #: Elements of the parameters. Gradients of worker ``r`` are 10 ** r everywhere.
 SIZES = [10, 3_000, 300_000, 700_000, 5, 40_000, 1_000, 90_000]
@@ -83,7 +83,7 @@ def test_a_worker_that_dies_in_a_step_counts_in_none_of_its_gradients(servers, c
 def test_a_worker_that_dies_at_any_moment_counts_in_all_gradients_or_none():
     for compression in (None, None, ONEBIT, ONEBIT, POWERSGD, POWERSGD):
         source = TRAINING.format(sizes=SIZES, steps=8, fatal=-1, compression=compression)
-        with Job(source, workers=3, servers=2, env=SHRINK) as job:
+        with Job(waits_for_death(source, 1), workers=3, servers=2, env=SHRINK) as job:
             job.workers[random.randrange(3)].wait_for_line('["step", 2]')
             job.workers[1].signal(signal.SIGKILL)
             moves = survivors_agree(job, 1, 3)

@@ -26,6 +26,14 @@ def die_in_step(answers=2):
 """
 
 
+def waits_for_death(source: str, *doomed: int, last: int = 7) -> str:
+    """Let workers ``doomed`` wait before step ``last``, so that they cannot end before they die."""
+    begins = {"stop_in_step(step)\n": "step", 'report(["step", i])\n': "i"}
+    (line,) = (line for line in begins if line in source)
+    wait = f"; number in {doomed} and {begins[line]} == {last} and hear()\n"
+    return source.replace(line, line[:-1] + wait)
+
+
 def survivors_agree(job: Job, lost: int | Collection[int], workers: int) -> list[float]:
     """Check that all survivors moved all weights by the same in each step; return the moves."""
     dead = [lost] if isinstance(lost, int) else lost
