@@ -214,6 +214,8 @@ class Dies(keras.callbacks.Callback):
         report(["batch", batch])
         if number == 1 and batch == {fatal}:
             die_in_step()
+        if number == 1 and batch == {fatal} + 1:
+            hear()  # until it dies
 
 data = np.load("{out}/data.npz")
 x, y = [np.concatenate(data[name][:, number]) for name in ("x", "y")]
