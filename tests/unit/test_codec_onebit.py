@@ -179,5 +179,14 @@ def test_a_sum_in_one_pass_has_the_bits_of_one_push_after_the_other(
     residual, n, scaling, wide, rounds, divisor, factor, seed
 ):
     assert_sum_is_that_of_single_pushes(
-        "onebit", {"scaling": scaling}, n, wide, residual, rounds, divisor, factor, seed
+        "onebit",
+        {"scaling": scaling},
+        n,
+        wide,
+        residual,
+        rounds,
+        divisor,
+        factor,
+        seed,
+        nan_bits=True,
     )
