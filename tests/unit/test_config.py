@@ -143,7 +143,25 @@ def test_defaults_alone_are_a_configuration():
         0,
         False,
     )
-    assert 1 <= config.engine_threads <= 4 and not config.unknown
+    assert 1 <= config.lanes <= 8 and not config.unknown
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "lanes"),
+    [
+        (1, {}, 1),
+        (16, {}, 4),
+        (32, {}, 8),
+        (128, {}, 8),
+        (128, {"BYTEPS_SERVER_ENGINE_THREAD": "auto"}, 8),
+        (128, {"BYTEPS_SERVER_ENGINE_THREAD": "100"}, 100),
+        (128, {"DMLC_ENABLE_RDMA": "1"}, 4),
+        (128, {"DMLC_ENABLE_RDMA": "1", "BYTEPS_SERVER_ENGINE_THREAD": "9"}, 9),
+    ],
+)
+def test_lanes_by_default_follow_cores_and_transport(monkeypatch, cores, given, lanes):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert Config({**WORKER, **given}).lanes == lanes
 
 
 @pytest.mark.parametrize("text", ["", " "])

@@ -22,6 +22,7 @@ from bpsx.config.operation_options import NO_ENCRYPTION
 from bpsx.config.option import Option
 from bpsx.config.options import OPTIONS
 from bpsx.config.parsers import AUTO, folder
+from bpsx.config.tuning_options import lanes_by_cores
 from bpsx.errors import ConfigError
 
 _KNOWN = {option.env for option in OPTIONS}
@@ -118,6 +119,17 @@ class Config:
         if self.transport != AUTO:
             return TRANSPORT_NAMES[self.transport]
         return "zeromq" if self.encrypt else "tcp"
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes of a server.
+
+        Eight sum and send as much as a link of 100 Gbit/s carries. Over RDMA two do, and each
+        registers memory for each worker.
+        """
+        if self.engine_threads != AUTO:
+            return int(self.engine_threads)
+        return lanes_by_cores(4 if self.transport_name == "rdma" else 8)
 
     @property
     def may_lose_servers(self) -> bool:

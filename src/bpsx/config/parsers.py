@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 
 #: Value with which bpsx chooses.
 AUTO = "auto"
@@ -66,9 +67,9 @@ def word(most: int) -> Callable[[str], str]:
     return parse
 
 
-def auto_or_flag(text: str) -> bool | str:
-    """Parse "auto", or a flag."""
-    return AUTO if text.lower() == AUTO else flag(text)
+def auto_or(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Parser of "auto", or of what ``parse`` accepts."""
+    return lambda text: AUTO if text.lower() == AUTO else parse(text)
 
 
 def flag(text: str) -> bool:

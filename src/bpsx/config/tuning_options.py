@@ -8,7 +8,7 @@ from bpsx.config.option import GPUS, TUNING, Option
 from bpsx.config.parsers import (
     AUTO,
     FLAG,
-    auto_or_flag,
+    auto_or,
     choice,
     flag,
     integer,
@@ -28,13 +28,17 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _default_lanes() -> int:
-    """A quarter of the cores, 1 to 4.
+def lanes_by_cores(most: int) -> int:
+    """Return a quarter of the cores, 1 to ``most``.
 
     More threads help only while cores are free, and one or two workers may share the server's
     machine.
     """
-    return max(1, min(4, _cores() // 4))
+    return max(1, min(most, _cores() // 4))
+
+
+def _default_zmq_threads() -> int:
+    return lanes_by_cores(4)
 
 
 def _default_io_threads() -> int:
@@ -77,7 +81,7 @@ TUNING_OPTIONS: tuple[Option, ...] = (
     Option(
         "mixed_mode",
         "BYTEPS_ENABLE_MIXED_MODE",
-        auto_or_flag,
+        auto_or(flag),
         AUTO,
         f"auto, {FLAG}",
         "Servers on workers' machines get fewer bytes than other servers, so that all network"
@@ -92,9 +96,10 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         True,
         FLAG,
         "A job of several machines measures its links when it begins, and chooses the size of"
-        " partitions that fits them, unless BYTEPS_PARTITION_BYTES has another value than its"
-        " default. It chooses anew if links carry four times as much or less later, unless workers"
-        " may be lost or join (BPSX_ELASTIC). Must be the same on all workers.",
+        " partitions and the number of lanes that fit them, unless BYTEPS_PARTITION_BYTES has"
+        " another value than its default. It chooses anew if links carry four times as much or less"
+        " later, unless workers may be lost or join (BPSX_ELASTIC). Must be the same on all"
+        " workers.",
         TUNING,
     ),
     Option(
@@ -173,11 +178,13 @@ TUNING_OPTIONS: tuple[Option, ...] = (
     Option(
         "engine_threads",
         "BYTEPS_SERVER_ENGINE_THREAD",
-        integer(1, 256),
-        _default_lanes,
-        "1..256",
+        auto_or(integer(1, 256)),
+        AUTO,
+        "auto, 1..256",
         "Number of lanes of a server. Each lane is a thread with a port and one connection per"
-        " worker. Default: a quarter of the cores, 1 to 4.",
+        " worker. Uncompressed tensors use fewer of them on slow links (BPSX_AUTOTUNE). auto: a"
+        " quarter of the cores, 1 to 8; with RDMA 1 to 4, as each lane registers memory for each"
+        " worker.",
         TUNING,
     ),
     Option(
@@ -204,7 +211,7 @@ TUNING_OPTIONS: tuple[Option, ...] = (
         "zmq_threads",
         "BYTEPS_ZMQ_NTHREADS",
         integer(1, 256),
-        _default_lanes,
+        _default_zmq_threads,
         "1..256",
         "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.",
         TUNING,

@@ -85,7 +85,7 @@ class Server:
         keep_memory(config.keep_memory)
         host = own_host(config)
         require_trust(config, host)
-        endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
+        endpoints = [open_endpoint(config) for _ in range(config.lanes)]
         link = SchedulerLink(config)
         try:
             self._link = link
