@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from bpsx.planning.link_rate import LEAST, PROBE, partition_size
+from bpsx.planning.link_rate import LEAST, PROBE, lanes_needed, partition_size, rate_above
 from bpsx.session.link_probe import measure
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ class Link:
             self.slow_start = 0
         array *= self.workers
 
-    def measure(self) -> float:
+    def measure(self) -> tuple[float, float]:
         return measure(self.sum, self.workers, lambda: self.time)
 
 
@@ -40,7 +40,9 @@ class Link:
 @pytest.mark.parametrize("rate", [1e5, 1e6, 12e6, 60e6, 120e6, 1.2e9])
 def test_the_rate_is_found(rate: float, round_trip: float) -> None:
     link = Link(rate, round_trip)
-    assert link.measure() == pytest.approx(rate, rel=0.03)
+    found, trip = link.measure()
+    assert found == pytest.approx(rate, rel=0.03)
+    assert trip == pytest.approx(5e-5 + round_trip + 4 / rate)
     assert all(name.startswith(PROBE) for name, _ in link.sums)
 
 
@@ -54,11 +56,12 @@ def test_slow_links_are_measured_with_fewer_bytes(rate: float, sums: int) -> Non
 
 def test_the_growth_of_a_window_is_not_taken_for_a_slow_link() -> None:
     """The first sum over a far link takes many round trips."""
-    assert Link(120e6, 0.03, slow_start=7).measure() == pytest.approx(120e6, rel=0.05)
+    rate, _ = Link(120e6, 0.03, slow_start=7).measure()
+    assert rate == pytest.approx(120e6, rel=0.05)
 
 
 def test_a_link_that_takes_no_time_has_some_rate() -> None:
-    assert Link(1e15).measure() > 1e9
+    assert Link(1e15).measure()[0] > 1e9
 
 
 @pytest.mark.parametrize(
@@ -82,3 +85,32 @@ def test_a_size_lies_between_its_bounds() -> None:
     sizes = [partition_size([10.0**e], 2 * MIB) for e in np.arange(0, 12, 0.01)]
     assert sizes == sorted(sizes)
     assert set(sizes) == {LEAST << i for i in range(5)}
+
+
+@pytest.mark.parametrize("size", [LEAST, 2 * LEAST, MIB])
+def test_partitions_are_larger_from_the_fastest_rate_on(size: int) -> None:
+    assert partition_size([rate_above(size) * 0.999], 2 * MIB) == size
+    assert partition_size([rate_above(size) * 1.001], 2 * MIB) == 2 * size
+
+
+@pytest.mark.parametrize(
+    ("rate", "workers", "round_trip", "share", "servers", "lanes"),
+    [
+        (65e6, 16, 3e-4, 1 / 16, 16, 1),  # 1 Gbit/s, a server beside each worker
+        (65e6, 16, 3e-3, 1 / 16, 16, 1),  # a busy machine's round trip
+        (60e6, 2, 3e-4, 1 / 4, 4, 1),
+        (600e6, 2, 2e-4, 1 / 2, 2, 2),
+        (300e6, 4, 2e-4, 1.0, 1, 4),  # one server for four workers
+        (300e6, 4, 2e-4, 0.9, 2, 4),
+        (300e6, 4, 2e-4, 0.1, 2, 1),
+        (8e6, 16, 2e-4, 1.0, 1, 1),
+        (100e6, 2, 0.03, 1 / 2, 2, 14),  # far machines
+        (1e3, 1, 0.1, 1.0, 1, 1),
+        (0.0, 1, 0.0, 0.0, 0, 1),
+        (2.0**62, 1, 2.0**42, 1.0, 1, 2**105 // 229376),
+    ],
+)
+def test_lanes_are_enough_for_the_work_and_for_round_trips(
+    rate: float, workers: int, round_trip: float, share: float, servers: int, lanes: int
+) -> None:
+    assert lanes_needed(rate, workers, round_trip, share, servers) == pytest.approx(lanes)

@@ -153,7 +153,7 @@ def tuned(workers: int = 2, servers: int = 2, rate: float = FAST) -> World:
     """A job that has measured its links, and whose workers have used three tensors."""
     world = World(workers, servers, apart=True)
     for worker in world.workers:
-        worker.send("RATE", rate=int(rate))
+        worker.send("RATE", rate=int(rate), round_trip=300)
     settle_now(world)
     for worker in world.workers:
         worker.declare("large", 1 << 20), worker.declare("small", 100)
@@ -205,7 +205,7 @@ def test_all_workers_change_after_the_same_push_pull() -> None:
     for used in uses(world, "small", 60) + uses(world, "seldom", 60):
         assert set(used) == {0}
     assert all(max(lengths(w, "large")) <= 128 * KIB for w in world.workers)
-    assert "partitions have 128 KiB from now on" in world.hub.choices[-1]
+    assert "from now on partitions have 128 KiB" in world.hub.choices[-1]
     assert len(world.hub.registry) == tensors, "a tensor and its successor are one"
 
 
@@ -280,7 +280,7 @@ def test_counts_begin_anew_after_join() -> None:
 def test_a_job_whose_workers_may_change_keeps_its_size(elastic: str) -> None:
     world = World(2, 2, elastic=elastic, apart=True)
     for worker in world.workers:
-        worker.send("RATE", rate=int(FAST)), worker.declare("large", 1 << 20)
+        worker.send("RATE", rate=int(FAST), round_trip=300), worker.declare("large", 1 << 20)
     settle_now(world)
     notice(world, SLOW)
     assert not any(m["type"] == "COUNT" for w in world.workers for m in w.inbox)

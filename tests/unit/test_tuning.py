@@ -77,11 +77,11 @@ def test_links_are_measured_between_machines_unless_a_size_was_given(
 
 def test_the_size_is_chosen_when_all_rates_are_known() -> None:
     placement = Placement([1, 1])
-    tuning = PartitionTuning(placement, 2 * MIB, 3)
+    tuning = PartitionTuning(placement, 2 * MIB, 3, 3)
     assert placement.wanted_bytes == LEAST
-    assert tuning.add(0, 5e9) == tuning.add(1, 600e6) == ""
+    assert tuning.add(0, 5e9, 1e-4) == tuning.add(1, 600e6, 1e-4) == ""
     assert placement.wanted_bytes == LEAST
-    text = tuning.add(2, 7e9)
+    text = tuning.add(2, 7e9, 1e-4)
     assert "1024 KiB" in text and "600 MB/s" in text
     assert placement.wanted_bytes == MIB
     assert tuning.decide() == ""
@@ -89,17 +89,103 @@ def test_the_size_is_chosen_when_all_rates_are_known() -> None:
 
 def test_a_declaration_ends_the_wait_for_rates() -> None:
     placement = Placement([1, 1])
-    tuning = PartitionTuning(placement, 2 * MIB, 3)
-    tuning.add(1, 1e3)
+    tuning = PartitionTuning(placement, 2 * MIB, 3, 3)
+    tuning.add(1, 1e3, 1e-4)
     assert "128 KiB" in tuning.decide()
-    assert tuning.add(0, 9e9) == tuning.add(2, 9e9) == ""  # too late
+    assert tuning.add(0, 9e9, 1e-4) == tuning.add(2, 9e9, 1e-4) == ""  # too late
     assert placement.wanted_bytes == LEAST
 
 
 def test_without_any_rate_partitions_have_their_usual_size() -> None:
     placement = Placement([1, 1])
-    assert PartitionTuning(placement, 2 * MIB, 3).decide() == ""
-    assert placement.wanted_bytes == 2 * MIB
+    assert PartitionTuning(placement, 2 * MIB, 3, 3).decide() == ""
+    assert placement.wanted_bytes == 2 * MIB and placement.lane_rule is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "round_trip", "lanes"),
+    [(60e6, 3e-4, 1), (600e6, 3e-4, 2), (1e9, 3e-4, 4), (60e6, 0.05, 2), (60e6, 0.1, 4)],
+)
+def test_slow_links_use_fewer_lanes(rate: float, round_trip: float, lanes: int) -> None:
+    """The farthest worker's round trip counts."""
+    placement = Placement([4] * 16)
+    tuning = PartitionTuning(placement, 2 * MIB, 16, 16)
+    trips = [1e-4] * 15 + [round_trip]
+    texts = [tuning.add(worker, rate, trip) for worker, trip in enumerate(trips)]
+    assert placement.lanes_used == (lanes, 4)
+    assert (f"{lanes} of 4 lanes of a server" in texts[-1]) is (lanes < 4)
+    assert {place.lane % 4 for place in placement.place(0, 400 * MIB)} == set(range(lanes))
+
+
+def test_each_server_uses_lanes_by_its_present_share() -> None:
+    placement = Placement([4, 4, 4], shares=[0.1, 0.5, 0.4])
+    tuning = PartitionTuning(placement, 2 * MIB, 4, 4)
+    for worker in range(4):
+        tuning.add(worker, 300e6, 1e-4)
+
+    def used(number: int) -> set[int]:
+        return {place.lane for place in placement.place(number, 400 * MIB)}
+
+    assert used(0) == {0, 4, 5, 8, 9}
+    placement.lose(1)
+    assert placement.lanes_used == (3, 4) and used(1) == {0, 8, 9, 10}
+    placement.reserve(1)
+    placement.admit(3, {0: 0.1, 2: 0.1, 3: 0.8})
+    assert placement.lanes_used == (1, 4) and used(2) == {12}
+
+
+def test_lanes_follow_links_that_change() -> None:
+    placement = Placement([8, 8])
+    tuning = PartitionTuning(placement, 2 * MIB, 2, 2)
+    tuning.add(0, 400e6, 1e-4), tuning.add(1, 1e9, 1e-4)
+    assert tuning.choice == "partitions have 1024 KiB, on 2 of 8 lanes of a server"
+    tuning.set_size(LEAST)
+    assert tuning.choice == "partitions have 128 KiB, on 1 of 8 lanes of a server"
+    tuning.set_size(MIB)
+    assert placement.lanes_used == (2, 8)
+    tuning.set_size(2 * MIB)
+    assert tuning.choice == "partitions have 2048 KiB"
+
+
+def test_links_that_carry_more_than_at_first_use_all_lanes() -> None:
+    """Send buffers stay as they are, so more connections may be what carries more."""
+    placement = Placement([8, 8])
+    tuning = PartitionTuning(placement, 2 * MIB, 1, 2)
+    tuning.add(0, 50e6, 1e-4)
+    assert placement.lanes_used == (1, 8)
+    tuning.set_size(4 * LEAST)
+    assert placement.lanes_used == (8, 8)
+
+
+def test_another_scheduler_uses_all_lanes() -> None:
+    """It does not know what was measured, and one late rate is not that of all."""
+    placement = Placement([4, 4])
+    tuning = PartitionTuning(placement, 2 * MIB, 2, 2, LEAST)
+    assert tuning.add(0, 1e6, 1e-4) == ""
+    tuning.set_size(LEAST)
+    assert placement.wanted_bytes == LEAST and placement.lanes_used == (4, 4)
+
+
+@pytest.mark.parametrize("function", ["balanced", "djb2"])
+def test_only_what_is_not_compressed_uses_fewer_lanes(function: str) -> None:
+    """A lane works longer on each byte of what is, be it as halves or as factors of matrices."""
+    placement = Placement([3, 3, 2], function)
+    placement.lane_rule = lambda share, servers: 2
+    registry = Registry(placement, 2 * MIB)
+
+    def used(name: str, codec: str = "", pieces: Sequence[int] = ()) -> set[int]:
+        nbytes = 40 * MIB
+        tensor, _ = registry.declare(0, name, 0, nbytes, 0, [nbytes], codec, pieces)
+        return {place.lane for place in tensor.places}
+
+    assert used("floats") == {0, 1, 3, 4, 6, 7}
+    assert {2, 5} <= used("compressed", "onebit") & used("halves", "half", [20 * MIB])
+    assert {2, 5} <= used("factors", "powersgd", [20 * MIB, 20 * MIB])
+    placement.lane_rule = lambda share, servers: 1
+    assert used("more floats") == {0, 3, 6}
+    moved = {lane for _, targets in placement.lose(1) for lane, _ in targets}
+    assert {1, 2} & moved  # keys of a lost server go to all lanes
+    assert used("again") == {0, 6}
 
 
 @pytest.mark.parametrize("lanes", [[1], [2, 1], [1, 1, 1]])

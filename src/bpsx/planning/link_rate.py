@@ -1,11 +1,12 @@
-"""Partition size by the rate at which a job's links carry tensors. Pure.
+"""Size of partitions, and number of lanes, by the rate at which links carry tensors. Pure.
 
 Workers measure the rate when a job begins, by push_pulls of tensors that no script sees
-(:mod:`bpsx.session.link_probe`); the scheduler chooses the size. docs/internals/autotune.md.
+(:mod:`bpsx.session.link_probe`); the scheduler chooses. docs/internals/autotune.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 #: Beginning of the names of the tensors with which workers measure the rate.
@@ -16,6 +17,11 @@ _SECONDS = 0.003
 #: Partitions of the measured tensors, and of others at least. A smaller one costs processors as
 #: much as one of this size.
 LEAST = 128 << 10
+#: Bytes per second, each way, that any lane's thread can sum and send. A fast processor's lane does
+#: 2.3e9: docs/decisions/0042.
+_LANE_RATE = 350e6
+#: Bytes of a near connection's send buffer: it carries so many in a round trip.
+_BUFFER = 224 << 10
 
 
 def partition_size(rates: Iterable[float], most: int) -> int:
@@ -29,3 +35,23 @@ def partition_size(rates: Iterable[float], most: int) -> int:
     while size * 2 <= min(wanted, most):
         size *= 2
     return min(size, most)
+
+
+def rate_above(size: int) -> float:
+    """Return the bytes per second from which on partitions are larger than ``size``."""
+    return 2 * size / _SECONDS
+
+
+def lanes_needed(rate: float, workers: int, round_trip: float, share: float, servers: int) -> int:
+    """Return how many lanes of a server are enough for links that carry tensors at ``rate``.
+
+    Each lane has a connection to each worker. On a link that too many connections share, packets
+    are lost.
+
+    ``rate``: bytes per second of each of the ``workers``. ``round_trip``: seconds. ``share``: the
+    server's part of all bytes. ``servers``: number of servers with a share; a worker's connections
+    to one lane of each must carry the rate.
+    """
+    work = rate * workers * share / _LANE_RATE
+    connections = 2 * rate * round_trip / (_BUFFER * max(1, servers))
+    return max(1, math.ceil(max(work, connections)))

@@ -42,6 +42,10 @@ Moves = list[tuple[int, list[tuple[int, int]]]]
 Yields = list[tuple[int, int, list[tuple[int, int]]]]
 
 
+#: See :attr:`Placement.lane_rule`.
+LaneRule = Callable[[float, int], int]
+
+
 class Assignment(NamedTuple):
     """Key of a partition, and the lane and slot that sum it.
 
@@ -120,6 +124,9 @@ class Placement:
         #: Most bytes of a partition of uncompressed tensors that are placed from now on; at most
         #: ``partition_bytes``.
         self.wanted_bytes = partition_bytes
+        #: Number of lanes of a server for uncompressed tensors that are placed from now on, by the
+        #: server's share and the number of servers with one. None: all lanes.
+        self.lane_rule: LaneRule | None = None
         firsts = [sum(lanes[:s]) for s in range(len(lanes))]
         self._lanes = [list(range(first, first + n)) for first, n in zip(firsts, lanes)]
         self._shares = [1 / len(lanes)] * len(lanes) if shares is None else list(shares)
@@ -134,12 +141,18 @@ class Placement:
         self._yielded = set[int]()  # lanes that have yielded slots
 
     def place(
-        self, tensor: int, nbytes: int, compressed: bool = False, first: int = 0
+        self,
+        tensor: int,
+        nbytes: int,
+        compressed: bool = False,
+        first: int = 0,
+        all_lanes: bool = False,
     ) -> list[Assignment]:
         """Return the places of a tensor's partitions, in order.
 
         ``tensor``: its number. ``nbytes``: its size. ``first``: number of its first partition.
-        Partitions begin at multiples of the page size.
+        ``all_lanes``: the rule for lanes does not apply. Partitions begin at multiples of the page
+        size.
         """
         # A tensor has at most so many partitions that each has a key.
         fits = nbytes <= PARTS_PER_TENSOR * self.wanted_bytes
@@ -156,14 +169,14 @@ class Placement:
         )
         if not finer:
             return [
-                self._place_one(key_of(tensor, i), span.length)
+                self._place_one(key_of(tensor, i), span.length, all_lanes)
                 for i, span in enumerate(partition(nbytes, most, compressed), first)
             ]
         places: list[Assignment] = []
         left = nbytes
         while left or not places:
             length = self._next_length(left, most_bytes(most, False))
-            places.append(self._place_one(key_of(tensor, first + len(places)), length))
+            places.append(self._place_one(key_of(tensor, first + len(places)), length, all_lanes))
             left -= length
         return places
 
@@ -177,7 +190,7 @@ class Placement:
         wanted = min(most, max(_LEAST, int(lacks) // PAGE_BYTES * PAGE_BYTES))
         return min(left, most) if left - wanted < _LEAST else wanted
 
-    def _place_one(self, key: int, size: int) -> Assignment:
+    def _place_one(self, key: int, size: int, all_lanes: bool) -> Assignment:
         if not self.server_bytes:
             return Assignment(key, 0, 0, size)  # a single machine: its root has the sum
         # An empty tensor still costs a message. Count a few bytes for it, or all of them would go
@@ -187,7 +200,7 @@ class Placement:
             server = self._most_lacking(counted)
         else:
             server = self._living[self._hash(key, self._coefficient) % len(self._living)]
-        lane = self._least_lane(server, counted)
+        lane = self._least_lane(server, counted, self._lanes_wanted(server, all_lanes))
         self._sizes[lane].append(counted)
         return Assignment(key, lane, len(self._sizes[lane]) - 1, size)
 
@@ -197,9 +210,12 @@ class Placement:
         heapq.heapreplace(self._least, (has + counted / self._shares[server], server))
         return server
 
-    def _least_lane(self, server: int, counted: int) -> int:
-        """Return a server's lane with the fewest bytes, and count ``counted`` bytes for it."""
-        lane = min(self._lanes[server], key=lambda i: self.lane_bytes[i])
+    def _least_lane(self, server: int, counted: int, most: int | None = None) -> int:
+        """Return a server's lane with the fewest bytes, and count ``counted`` bytes for it.
+
+        ``most``: only so many of its lanes take part; None: all.
+        """
+        lane = min(self._lanes[server][:most], key=lambda i: self.lane_bytes[i])
         self._count(server, lane, counted)
         return lane
 
@@ -207,6 +223,18 @@ class Placement:
     def servers(self) -> int:
         """Number of servers, those that are lost or reserved included."""
         return len(self._lanes)
+
+    def _lanes_wanted(self, server: int, all_lanes: bool = False) -> int | None:
+        """Return how many of a server's lanes get places by the rule; None: all."""
+        if self.lane_rule is None or all_lanes:
+            return None
+        return self.lane_rule(self._shares[server], len(self._least))
+
+    @property
+    def lanes_used(self) -> tuple[int, int]:
+        """Of the server most of whose lanes get places by the rule: these, and all it has."""
+        each = ((self._lanes_wanted(s), len(self._lanes[s])) for s in self._living)
+        return max(((min(n, n if used is None else used), n) for used, n in each), default=(1, 1))
 
     def reserve(self, lanes: int) -> int:
         """Number the lanes of a new server; returns the first. No place is on them yet."""

@@ -77,7 +77,8 @@ class Membership(Retuning):
         placement = self._arrange(servers)
         probes = tuning.tunes_partitions(workers[0].config, self.machines, self.asynchronous)
         if probes:
-            self._tuning = tuning.PartitionTuning(placement, PARTITION_BYTES, len(workers))
+            senders = len(workers) // self.processes
+            self._tuning = tuning.PartitionTuning(placement, PARTITION_BYTES, len(workers), senders)
         self._move(JobEvent.COMPLETE)
         self._roster.start()
         roster = {

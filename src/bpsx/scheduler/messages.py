@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 16
+PROTOCOL = 17
 MAX_BYTES = 64 << 20  # enough for the places of a tensor with the most partitions
 #: Limit for a message to the scheduler. ZeroMQ buffers an unauthenticated peer's handshake up to
 #: this size, on each connection.
@@ -92,8 +92,9 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
         "reason": _TEXT,
         "config": (dict, 0, 64),
     },
-    #: Bytes of a tensor per second that a worker has exchanged with the servers.
-    "RATE": {"rate": (int, 0, 2**62)},
+    #: Bytes of a tensor per second that a worker has exchanged with the servers, and microseconds
+    #: of a round trip to the farthest of them.
+    "RATE": {"rate": (int, 0, 2**62), "round_trip": (int, 0, 2**62)},
     #: Bytes per second of the answers that have reached a worker in its best moment.
     "PEAK": {"rate": (int, 1, 2**62)},
     #: Push_pulls that a worker has begun: name, generation and number of each tensor.

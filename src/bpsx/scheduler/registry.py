@@ -91,8 +91,14 @@ class Registry:
                 )
             else:
                 for piece in pieces or [nbytes]:
+                    # A lane works longer on each byte of what is compressed, also in halves or as
+                    # factors, and such tensors get no successor when links change.
                     wanted.places += self._placement.place(
-                        self._placed, piece, bool(codec) and not pieces, len(wanted.places)
+                        self._placed,
+                        piece,
+                        bool(codec) and not pieces,
+                        len(wanted.places),
+                        all_lanes=bool(codec),
                     )
                 self._placed += 1
             self._tensors[name, generation] = wanted

@@ -56,11 +56,11 @@ class Retuning(Growing):
         return []
 
     def rate(self, ident: bytes, m: dict[str, Any]) -> None:
-        """Handle RATE: a worker has measured its links. ``m``: rate."""
+        """Handle RATE: a worker has measured its links. ``m``: rate, round_trip."""
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or self._tuning is None:
             return
-        self._note_choice(self._tuning.add(node.rank, m["rate"]))
+        self._note_choice(self._tuning.add(node.rank, m["rate"], m["round_trip"] * 1e-6))
 
     def _note_choice(self, text: str) -> None:
         if text:
@@ -179,7 +179,7 @@ class Retuning(Growing):
         self._tuning.set_size(resizing.size)
         self._ending, self._sizes = {}, []
         self.choices.append(
-            f"partitions have {resizing.size >> 10} KiB from now on, as links carry"
+            f"from now on {self._tuning.choice}, as links carry"
             f" {'less' if resizing.shrank else 'more'} than before (BPSX_AUTOTUNE)"
         )
         return self._to_all({"type": "HOLD", "number": resizing.number, "size": resizing.size})

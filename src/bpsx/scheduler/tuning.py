@@ -1,4 +1,4 @@
-"""The scheduler's choices for a whole job: servers' shares, and the size of partitions. Pure.
+"""The scheduler's choices for a whole job: servers' shares, size of partitions, lanes. Pure.
 
 docs/internals/autotune.md has the reasons.
 """
@@ -6,12 +6,13 @@ docs/internals/autotune.md has the reasons.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bpsx.config import AUTO, PARTITION_BYTES
-from bpsx.planning.link_rate import LEAST, PROBE, partition_size
+from bpsx.planning.link_rate import LEAST, PROBE, lanes_needed, partition_size, rate_above
 from bpsx.planning.load_balance import shares_by_host
-from bpsx.planning.placement import Placement
+from bpsx.planning.placement import LaneRule, Placement
 from bpsx.scheduler.registry import RegisteredTensor
 from bpsx.scheduler.resizing import Resizing
 
@@ -46,25 +47,36 @@ def shares(
 
 
 class PartitionTuning:
-    """Chooses the partition size of a job from the rates that its workers measure.
+    """Chooses the partitions' size and lanes from what a job's workers measure.
 
     It decides when all workers have told their rates, or before that if one declares a tensor of
     its own. ``placement``: the job's; workers measure with small partitions.
     """
 
-    def __init__(self, placement: Placement, most: int, workers: int, size: int = 0) -> None:
+    def __init__(
+        self, placement: Placement, most: int, workers: int, senders: int, size: int = 0
+    ) -> None:
         """``most``: bytes of a partition where links are fast. ``workers``: number of them.
 
-        ``size``: what an earlier scheduler has decided; 0: nothing.
+        ``senders``: number of workers that speak to servers. ``size``: what an earlier scheduler
+        has decided; 0: nothing.
         """
-        self.placement, self._most, self._workers = placement, most, workers
+        self.placement, self._most = placement, most
+        self._workers, self._senders = workers, senders
         self._rates: dict[int, float] = {}
+        self._round_trips: list[float] = []
         self.decided = bool(size)  # the size is known
         placement.wanted_bytes = size or min(LEAST, most)
 
-    def add(self, worker: int, rate: float) -> str:
-        """Note a worker's rate in bytes per second; returns what was decided by it, as text."""
+    def add(self, worker: int, rate: float, round_trip: float) -> str:
+        """Note what a worker has measured; returns what was decided by it, as text.
+
+        ``rate``: bytes per second. ``round_trip``: seconds, to its farthest server.
+        """
+        if self.decided:
+            return ""
         self._rates[worker] = rate
+        self._round_trips.append(round_trip)
         return self.decide() if len(self._rates) >= self._workers else ""
 
     def decide(self) -> str:
@@ -73,18 +85,41 @@ class PartitionTuning:
             return ""
         self.decided = True
         size = partition_size(self._rates.values(), self._most) if self._rates else self._most
-        self.placement.wanted_bytes = size
+        self.set_size(size)
         if not self._rates:
             return ""
         return (
-            f"partitions have {size >> 10} KiB: workers exchange"
-            f" {min(self._rates.values()) / 1e6:.0f} MB/s with the servers"
-            " (BPSX_AUTOTUNE, BYTEPS_PARTITION_BYTES)"
+            f"{self.choice}: workers exchange {min(self._rates.values()) / 1e6:.0f} MB/s with the"
+            " servers (BPSX_AUTOTUNE, BYTEPS_PARTITION_BYTES)"
         )
 
+    @property
+    def choice(self) -> str:
+        """What holds for tensors that are placed from now on, as text."""
+        used, lanes = self.placement.lanes_used
+        where = "" if used == lanes else f", on {used} of {lanes} lanes of a server"
+        return f"partitions have {self.placement.wanted_bytes >> 10} KiB{where}"
+
     def set_size(self, size: int) -> None:
-        """Cut tensors by another size from now on."""
+        """Cut tensors by another size from now on, and use as many lanes as suit such links."""
         self.placement.wanted_bytes = size
+        self.placement.lane_rule = self._rule_for(size)
+
+    def _rule_for(self, size: int) -> LaneRule | None:
+        """Return the rule for lanes that suits links for which partitions of this size are right.
+
+        None, for all lanes, where links are fast: their rate is not known exactly. Also where they
+        carry more than when they were measured: workers' send buffers have the size for that rate.
+        Another scheduler does not know what was measured.
+        """
+        if size >= self._most or not self._rates:
+            return None
+        rate = min(self._rates.values())
+        measured = partition_size([rate], self._most)
+        if size > measured:
+            return None
+        most = rate if size == measured else rate_above(size)
+        return partial(lanes_needed, most, self._senders, max(self._round_trips))
 
     def resizing(self, now: float, number: int = 0) -> Resizing:
         """Return the changes of the size that has been decided. ``number``: of the latest one."""

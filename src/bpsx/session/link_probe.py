@@ -28,8 +28,10 @@ _GROWTH = 8
 _ERROR = 1e-4
 
 
-def measure(sum_: Sum, workers: int, now: Callable[[], float]) -> float:
+def measure(sum_: Sum, workers: int, now: Callable[[], float]) -> tuple[float, float]:
     """Return the bytes of a tensor per second that this worker exchanges with the servers.
+
+    Also returns the seconds of the smallest push_pull: a round trip to a server and back.
 
     The number of push_pulls depends on times that the workers have summed, so it is the same on
     all. ``workers``: with how many the job has begun. ``now``: a clock, in seconds.
@@ -45,18 +47,18 @@ def measure(sum_: Sum, workers: int, now: Callable[[], float]) -> float:
         sum_(PROBE + "time", array)
         return float(array[0]) / workers
 
-    def rate(array: Array, seconds: float) -> float:
-        return array.nbytes / max(seconds - round_trip, _ERROR)
+    def result(array: Array, seconds: float) -> tuple[float, float]:
+        return array.nbytes / max(seconds - round_trip, _ERROR), round_trip
 
     mean(0.0)  # all workers are here afterwards
     round_trip = timed("time", np.zeros(1, np.float32))
     small = np.zeros(_SMALL // 4, np.float32)
     first = timed("small", small)
     if mean(max(0.0, first - _GROWTH * round_trip)) > _LONG:
-        return rate(small, first)
+        return result(small, first)
     second = timed("small", small)
     if mean(max(0.0, second - round_trip)) > _SHORT:
-        return rate(small, second)
+        return result(small, second)
     large = np.zeros(_LARGE // 4, np.float32)
     timed("large", large)  # memory is made
-    return rate(large, timed("large", large))
+    return result(large, timed("large", large))

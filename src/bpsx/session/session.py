@@ -30,6 +30,7 @@ from bpsx.session.refusals import mine
 from bpsx.session.states import CLOSING, OVER, Event, Life
 from bpsx.telemetry._recorder import monotonic_ns
 from bpsx.telemetry.throughput import Speed, Speedometer
+from bpsx.transports.base import UNKNOWN_TRIP, shortest_round_trips
 
 log = logging.getLogger("bpsx.session.session")
 BARRIER = "bpsx.barrier"
@@ -118,11 +119,14 @@ class Session(Liveness):
 
         log.debug("measures the links, together with the other workers")
         try:
-            rate = measure(sum_, workers, time.perf_counter)
+            rate, round_trip = measure(sum_, workers, time.perf_counter)
         except errors.BpsxError as e:  # it has ended the job, and the next verb raises it
             log.info("the links could not be measured: %s", e)
         else:
-            link.send("RATE", rate=int(rate))
+            trips = shortest_round_trips(self._endpoint, self._lanes.servers)
+            known = max(trips.values(), default=0.0)
+            trip = round_trip if known == UNKNOWN_TRIP else known
+            link.send("RATE", rate=int(rate), round_trip=int(trip * 1e6))
             self._endpoint.fit_buffers(rate)
 
     # ---- the verbs
