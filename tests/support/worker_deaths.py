@@ -63,6 +63,11 @@ def ends(job: Job, *workers: int) -> list[list[Any]]:
     return [job.workers[i].reports()[-1] for i in workers]
 
 
+#: Variable of scripts whose lost worker is replaced: before their last steps they commit the same
+#: step until so many workers take part.
+FULL = "TEST_FULL_SIZE"
+
+
 def replace_one(job: Job, number: int = signal.SIGKILL) -> list[list[Any]]:
     """Let worker 1 of three get a signal, and another take its place when the others know of it.
 
