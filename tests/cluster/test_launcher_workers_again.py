@@ -167,7 +167,8 @@ def test_a_worker_that_was_silent_is_ended_and_started_again(tmp_path):
 
 
 def test_a_worker_that_is_not_let_in_ends_with_the_job(tmp_path):
-    script = """
+    """The others end once it has asked."""
+    script = f"""
         import os, time
         import bpsx, numpy as np
 
@@ -177,22 +178,32 @@ def test_a_worker_that_is_not_let_in_ends_with_the_job(tmp_path):
                 os.kill(os.getpid(), 9)
             bpsx.push_pull(np.ones(10), name="x")
             time.sleep(0.02)
+        while not os.path.exists({str(tmp_path / "asked")!r}):
+            time.sleep(0.02)
         print("done", bpsx.size(), flush=True)
         bpsx.shutdown()
     """
     command = [sys.executable, "-m", "bpsx", "--local", "--workers", "3", "--servers", "1"]
-    job = subprocess.run(
+    said = []
+    with subprocess.Popen(
         [*command, "--max-restarts", "3", sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, "BPSX_ELASTIC": "shrink"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=90,
-        check=False,
-    )
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("done 2") == 2
-    # Whether it is refused, or the job is over before it asks.
-    assert re.search("accepts no more nodes|joins? the running job: it is over", job.stderr)
+    ) as job:
+        try:
+            for line in job.stderr:
+                said.append(line)
+                if "wants to join the job while it runs" in line:
+                    (tmp_path / "asked").touch()
+            out = job.stdout.read()
+        except BaseException:
+            job.terminate()  # it ends its processes
+            raise
+    assert job.returncode == 0, said
+    assert out.count("done 2") == 2
+    assert re.search("accepts no more nodes|joins? the running job: it is over", "".join(said))
 
 
 LEAVING = """
