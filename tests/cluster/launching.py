@@ -67,6 +67,20 @@ def late(self, timeout):
     step(self, timeout)
 Child.begin, Pump.step = started, late
 """
+#: Prepended to RUN_JOB. Once all workers have ended, scheduler and servers end after the launcher
+#: has looked for ended children, and before it signals those that are overdue.
+HELPERS_END_BEFORE_THE_SIGNAL = """
+import os
+from bpsx.launch.job import Job
+escalate = Job._escalate
+def late(self, now):
+    workers = self._status.workers
+    if workers and all(worker.status is not None for worker in workers):
+        for helper in self._status.helpers:
+            os.waitid(os.P_PID, helper.process.pid, os.WEXITED | os.WNOWAIT)
+    escalate(self, now)
+Job._escalate = late
+"""
 #: Does not use print(), because a signal handler that runs inside print() could not print.
 FOR_EVER = "__import__('os').write(1, b'ready\\n')\nwhile True: signal.pause()\n"
 DEAF = "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\n"

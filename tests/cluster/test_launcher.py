@@ -15,6 +15,7 @@ from launching import (
     ALL_END_BEFORE_THE_READ,
     DEAF,
     FOR_EVER,
+    HELPERS_END_BEFORE_THE_SIGNAL,
     HUB,
     IS_MET,
     JOIN,
@@ -318,6 +319,11 @@ def test_a_server_that_stays_after_the_workers_is_a_failure(launcher: Launcher) 
         r" call bpsx.init\(\)\?",
         line,
     ), line
+
+
+def test_a_server_that_ends_as_its_grace_time_does_is_not_called_late(launcher: Launcher) -> None:
+    job = launcher.job("", workers=1, grace=0, prelude=HELPERS_END_BEFORE_THE_SIGNAL)
+    assert finish(job) == (0, [], [])
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,19 @@ class Child:
 
     def poll_exit(self) -> bool:
         """Check, without reaping it, whether it has ended since the last call."""
-        if self.status is not None:
-            return False
-        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        if self.status is not None or (found := self._exit()) is None:
             return False
         self.killed = found.si_code != os.CLD_EXITED
         self.status = found.si_status + (128 if self.killed else 0)
         return True
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, also if :meth:`poll_exit` has not seen that yet."""
+        return self.status is not None or self._exit() is not None
+
+    def _exit(self) -> os.waitid_result | None:
+        """Return how it has ended, without reaping it; None if it runs."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def send(self, number: int) -> None:
         """Signal its process group, with descendants that outlive it."""

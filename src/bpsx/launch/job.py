@@ -419,8 +419,9 @@ class Job:
         seen.scheduler.freeze()
         terminated = seen.stop and seen.stop[-1] == signal.SIGTERM
         for child in children:
+            ended = child.has_ended()
             child.send(number)
-            if child.status is None and not child.overdue:
+            if not ended and not child.overdue:
                 grace = (
                     self._term_grace if terminated and child.role == "worker" else self._plan.grace
                 )

@@ -80,7 +80,7 @@ class Stragglers:
     def send(self, now: float) -> None:
         """Send the signals that are due."""
         for child, ending in self._endings.items():
-            if child.status is None and (number := ending.take(now)):
+            if not child.has_ended() and (number := ending.take(now)):
                 if number == signal.SIGTERM and child.overdue:  # it has got one
                     continue
                 child.send(number)
