@@ -134,6 +134,17 @@ def test_each_server_uses_lanes_by_its_present_share() -> None:
     assert placement.lanes_used == (1, 4) and used(2) == {12}
 
 
+@pytest.mark.parametrize("function", ["balanced", "djb2"])
+def test_the_servers_that_use_fewer_lanes_than_they_have_are_named(function: str) -> None:
+    """Hashes give all servers the same share, whatever their weight."""
+    placement = Placement([8, 2], function, shares=[0.9, 0.1])
+    assert placement.lanes_used == (8, 8)
+    placement.lane_rule = lambda share: round(share * 10)
+    assert placement.lanes_used == ((1, 2) if function == "balanced" else (5, 8))
+    placement.lane_rule = lambda share: 3
+    assert placement.lanes_used == (3, 8)
+
+
 def test_lanes_follow_links_that_change() -> None:
     placement = Placement([8, 8])
     tuning = PartitionTuning(placement, 2 * MIB, 2, 2)
@@ -160,7 +171,7 @@ def test_links_that_carry_more_than_at_first_use_all_lanes() -> None:
 def test_another_scheduler_uses_all_lanes() -> None:
     """It does not know what was measured, and one late rate is not that of all."""
     placement = Placement([4, 4])
-    tuning = PartitionTuning(placement, 2 * MIB, 2, 2, LEAST)
+    tuning = PartitionTuning(placement, 2 * MIB, 2, size=LEAST)
     assert tuning.add(0, 1e6, 1e-4) == ""
     tuning.set_size(LEAST)
     assert placement.wanted_bytes == LEAST and placement.lanes_used == (4, 4)
@@ -170,7 +181,7 @@ def test_another_scheduler_uses_all_lanes() -> None:
 def test_only_what_is_not_compressed_uses_fewer_lanes(function: str) -> None:
     """A lane works longer on each byte of what is, be it as halves or as factors of matrices."""
     placement = Placement([3, 3, 2], function)
-    placement.lane_rule = lambda share, servers: 2
+    placement.lane_rule = lambda share: 2
     registry = Registry(placement, 2 * MIB)
 
     def used(name: str, codec: str = "", pieces: Sequence[int] = ()) -> set[int]:
@@ -181,7 +192,7 @@ def test_only_what_is_not_compressed_uses_fewer_lanes(function: str) -> None:
     assert used("floats") == {0, 1, 3, 4, 6, 7}
     assert {2, 5} <= used("compressed", "onebit") & used("halves", "half", [20 * MIB])
     assert {2, 5} <= used("factors", "powersgd", [20 * MIB, 20 * MIB])
-    placement.lane_rule = lambda share, servers: 1
+    placement.lane_rule = lambda share: 1
     assert used("more floats") == {0, 3, 6}
     moved = {lane for _, targets in placement.lose(1) for lane, _ in targets}
     assert {1, 2} & moved  # keys of a lost server go to all lanes

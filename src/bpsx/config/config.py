@@ -124,8 +124,8 @@ class Config:
     def lanes(self) -> int:
         """Number of lanes of a server.
 
-        Eight sum and send as much as a link of 100 Gbit/s carries. Over RDMA two do, and each
-        registers memory for each worker.
+        Eight sum and send about as much as a link of 100 Gbit/s carries. Over RDMA fewer do, and
+        each registers memory for each worker.
         """
         if self.engine_threads != AUTO:
             return int(self.engine_threads)

@@ -42,16 +42,15 @@ def rate_above(size: int) -> float:
     return 2 * size / _SECONDS
 
 
-def lanes_needed(rate: float, workers: int, round_trip: float, share: float, servers: int) -> int:
+def lanes_needed(rate: float, workers: int, round_trip: float, share: float) -> int:
     """Return how many lanes of a server are enough for links that carry tensors at ``rate``.
 
-    Each lane has a connection to each worker. On a link that too many connections share, packets
-    are lost.
+    Each lane has a connection to each worker, and many connections were slower on slow links:
+    docs/decisions/0042.
 
     ``rate``: bytes per second of each of the ``workers``. ``round_trip``: seconds. ``share``: the
-    server's part of all bytes. ``servers``: number of servers with a share; a worker's connections
-    to one lane of each must carry the rate.
+    server's part of all bytes.
     """
     work = rate * workers * share / _LANE_RATE
-    connections = 2 * rate * round_trip / (_BUFFER * max(1, servers))
+    connections = 2 * rate * share * round_trip / _BUFFER
     return max(1, math.ceil(max(work, connections)))

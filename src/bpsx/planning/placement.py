@@ -43,7 +43,7 @@ Yields = list[tuple[int, int, list[tuple[int, int]]]]
 
 
 #: See :attr:`Placement.lane_rule`.
-LaneRule = Callable[[float, int], int]
+LaneRule = Callable[[float], int]
 
 
 class Assignment(NamedTuple):
@@ -125,7 +125,7 @@ class Placement:
         #: ``partition_bytes``.
         self.wanted_bytes = partition_bytes
         #: Number of lanes of a server for uncompressed tensors that are placed from now on, by the
-        #: server's share and the number of servers with one. None: all lanes.
+        #: server's share. None: all lanes.
         self.lane_rule: LaneRule | None = None
         firsts = [sum(lanes[:s]) for s in range(len(lanes))]
         self._lanes = [list(range(first, first + n)) for first, n in zip(firsts, lanes)]
@@ -228,13 +228,19 @@ class Placement:
         """Return how many of a server's lanes get places by the rule; None: all."""
         if self.lane_rule is None or all_lanes:
             return None
-        return self.lane_rule(self._shares[server], len(self._least))
+        # Hashes look at no share.
+        share = self._shares[server] if self._hash is None else 1 / len(self._living)
+        return self.lane_rule(share)
 
     @property
     def lanes_used(self) -> tuple[int, int]:
-        """Of the server most of whose lanes get places by the rule: these, and all it has."""
+        """Most lanes of a living server that get places by the rule, and how many it has.
+
+        Servers that use all their lanes count only if all servers do.
+        """
         each = ((self._lanes_wanted(s), len(self._lanes[s])) for s in self._living)
-        return max(((min(n, n if used is None else used), n) for used, n in each), default=(1, 1))
+        found = [(n if used is None else min(used, n), n) for used, n in each]
+        return max([pair for pair in found if pair[0] < pair[1]] or found, default=(1, 1))
 
     def reserve(self, lanes: int) -> int:
         """Number the lanes of a new server; returns the first. No place is on them yet."""

@@ -444,9 +444,7 @@ class Rebuilding(Membership):
         placement.restore(replaced, slots_given(tellers, longest), places, yields)
         if tunes_partitions(self._of("worker")[0].config, self.machines, self.asynchronous):
             size = max(workers.values(), key=lambda r: r.held).resized or restored_size(tensors)
-            self._tuning = PartitionTuning(
-                placement, PARTITION_BYTES, len(workers), len(workers) // self.processes, size
-            )
+            self._tuning = PartitionTuning(placement, PARTITION_BYTES, len(workers), size=size)
             self._resizing = self._tuning.resizing(now, max(r.change for r in workers.values()))
         self.registry.restore(tensors, max(r.key for r in tellers))
         for key in superseded(tensors, _dropped_change(job)):

@@ -54,12 +54,12 @@ class PartitionTuning:
     """
 
     def __init__(
-        self, placement: Placement, most: int, workers: int, senders: int, size: int = 0
+        self, placement: Placement, most: int, workers: int, senders: int = 1, size: int = 0
     ) -> None:
         """``most``: bytes of a partition where links are fast. ``workers``: number of them.
 
         ``senders``: number of workers that speak to servers. ``size``: what an earlier scheduler
-        has decided; 0: nothing.
+        has decided, after which rates do not matter; 0: nothing.
         """
         self.placement, self._most = placement, most
         self._workers, self._senders = workers, senders
@@ -118,8 +118,8 @@ class PartitionTuning:
         measured = partition_size([rate], self._most)
         if size > measured:
             return None
-        most = rate if size == measured else rate_above(size)
-        return partial(lanes_needed, most, self._senders, max(self._round_trips))
+        bound = rate if size == measured else rate_above(size)
+        return partial(lanes_needed, bound, self._senders, max(self._round_trips))
 
     def resizing(self, now: float, number: int = 0) -> Resizing:
         """Return the changes of the size that has been decided. ``number``: of the latest one."""
