@@ -23,6 +23,10 @@ class Running:
     def __init__(self) -> None:
         self.got: list[int] = []
         self.process = SimpleNamespace(pid=7)
+        self.over = False
+
+    def has_ended(self) -> bool:
+        return self.over
 
     def send(self, number: int) -> None:
         self.got.append(number)
@@ -106,3 +110,17 @@ def test_one_that_has_got_sigterm_gets_no_second_one():
     for now in (3.0, 5.0):
         stragglers.send(now)
     assert child.got == BOTH[1:]
+
+
+def test_one_that_has_ended_unseen_is_not_called_late():
+    """Between the launcher's look at its children and the signal."""
+    scheduler = SchedulerState()
+    stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
+    anything: Any = child
+    stragglers.started(anything, WORKER)
+    scheduler.far += ["gone worker 1"]
+    stragglers.look(0.0)
+    child.over = True
+    for now in (3.0, 5.0):
+        stragglers.send(now)
+    assert not child.got and not child.overdue
