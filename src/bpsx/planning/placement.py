@@ -190,7 +190,7 @@ class Placement:
         wanted = min(most, max(_LEAST, int(lacks) // PAGE_BYTES * PAGE_BYTES))
         return min(left, most) if left - wanted < _LEAST else wanted
 
-    def _place_one(self, key: int, size: int, all_lanes: bool) -> Assignment:
+    def _place_one(self, key: int, size: int, all_lanes: bool = False) -> Assignment:
         if not self.server_bytes:
             return Assignment(key, 0, 0, size)  # a single machine: its root has the sum
         # An empty tensor still costs a message. Count a few bytes for it, or all of them would go
