@@ -49,6 +49,17 @@ def ended(lines: list[str], before: int, process: Process = WORKER) -> tuple[lis
     return got, child.overdue
 
 
+def lost() -> tuple[Stragglers, Running]:
+    """A worker that the job has lost, seen at 0 s."""
+    scheduler = SchedulerState()
+    stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
+    anything: Any = child
+    stragglers.started(anything, WORKER)
+    scheduler.far += ["gone worker 1"]
+    stragglers.look(0.0)
+    return stragglers, child
+
+
 BOTH = [signal.SIGTERM, signal.SIGKILL]
 
 
@@ -100,12 +111,7 @@ def test_processes_of_a_machine_that_was_started_again_have_to_join():
 
 
 def test_one_that_has_got_sigterm_gets_no_second_one():
-    scheduler = SchedulerState()
-    stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
-    anything: Any = child
-    stragglers.started(anything, WORKER)
-    scheduler.far += ["gone worker 1"]
-    stragglers.look(0.0)
+    stragglers, child = lost()
     child.overdue = "was still running, got SIGTERM and "
     for now in (3.0, 5.0):
         stragglers.send(now)
@@ -114,12 +120,7 @@ def test_one_that_has_got_sigterm_gets_no_second_one():
 
 def test_one_that_has_ended_unseen_is_not_called_late():
     """Between the launcher's look at its children and the signal."""
-    scheduler = SchedulerState()
-    stragglers, child = Stragglers(scheduler, 3.0, 2.0), Running()
-    anything: Any = child
-    stragglers.started(anything, WORKER)
-    scheduler.far += ["gone worker 1"]
-    stragglers.look(0.0)
+    stragglers, child = lost()
     child.over = True
     for now in (3.0, 5.0):
         stragglers.send(now)

@@ -95,7 +95,7 @@ class PartitionTuning:
 
     @property
     def choice(self) -> str:
-        """What holds for tensors that are placed from now on, as text."""
+        """Text for the log: the size of partitions, and the lanes if a server does not use all."""
         used, lanes = self.placement.lanes_used
         where = "" if used == lanes else f", on {used} of {lanes} lanes of a server"
         return f"partitions have {self.placement.wanted_bytes >> 10} KiB{where}"
