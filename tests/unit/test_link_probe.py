@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from bpsx.planning import link_rate
 from bpsx.planning.link_rate import LEAST, PROBE, lanes_needed, partition_size, rate_above
 from bpsx.session.link_probe import measure
+from bpsx.system.address import NETWORK_SEND_BUFFER
 
 MIB = 1 << 20
 
@@ -85,6 +87,11 @@ def test_a_size_lies_between_its_bounds() -> None:
     sizes = [partition_size([10.0**e], 2 * MIB) for e in np.arange(0, 12, 0.01)]
     assert sizes == sorted(sizes)
     assert set(sizes) == {LEAST << i for i in range(5)}
+
+
+def test_the_rule_for_lanes_counts_with_the_send_buffers_that_connections_have() -> None:
+    """Planning imports nothing of the system, so the number stands there, too."""
+    assert link_rate._BUFFER == NETWORK_SEND_BUFFER
 
 
 @pytest.mark.parametrize("size", [LEAST, 2 * LEAST, MIB])
