@@ -185,6 +185,40 @@ def test_worker_0_is_replaced_while_others_wait(pool):
     assert first.result() == ["0", "1", "2"] and waiting.result() == late.result() == "job"
 
 
+def test_a_refusal_reaches_a_worker_that_reads_after_the_next_call(pool):
+    """Worker 0 refuses, and calls again at once, while worker 2 is between two looks.
+
+    Worker 2's reply of the refused attempt must not count in the next one.
+    """
+    store, away, back = Memory(), threading.Event(), threading.Event()
+
+    class Slow:
+        set = store.set
+
+        def get(self, names, timeout):
+            if names[0].endswith("/job") and timeout:
+                away.set()
+                assert back.wait(30)
+                return [None]  # as if the job had come just after the end of the wait
+            return store.get(names, timeout)
+
+    first = meeting(store, 0, 3)
+    gathered = pool.submit(first.gather, "0")
+    slow = pool.submit(meeting(Slow(), 2, 3).hear, "2 old")
+    quick = pool.submit(meeting(store, 1, 3).hear, "1 old")
+    assert gathered.result() == ["0", "1 old", "2 old"] and away.wait(30)
+    first.refuse("no")
+    assert quick.result() == "no"
+    second = pool.submit(lead, store, 3, "job")
+    others = [pool.submit(meeting(store, 1, 3).hear, "1 new")]
+    store.wait_for("/1", "1 new")
+    back.set()
+    assert slow.result() == "no"
+    others.append(pool.submit(meeting(store, 2, 3).hear, "2 new"))
+    assert second.result() == ["0", "1 new", "2 new"]
+    assert [heard.result() for heard in others] == ["job", "job"]
+
+
 def test_a_worker_is_replaced_while_worker_0_waits(pool):
     store = Memory()
     first = pool.submit(lead, store, 3, "job")

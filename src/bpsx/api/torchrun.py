@@ -235,8 +235,10 @@ class Rendezvous:
     provides identifies an attempt: each agent counts restarts for itself, and a change of
     membership is not counted. So worker 0 publishes a random name, the call. The other workers
     reply under that name and read the job there. A call that has a job before the worker has
-    replied is over. A call that has been replaced never gets a job. In both cases the worker waits
-    for the next call.
+    replied is over, and the worker waits for the next call. A call that has been replaced never
+    gets a job, and the worker goes on to the call that replaced it. But a call that worker 0 has
+    refused concerns every worker that has replied, also one that reads only after worker 0 has
+    published its next call.
     """
 
     def __init__(self, ours: LaunchedPlace, store: Store, timeout: float) -> None:
@@ -274,8 +276,13 @@ class Rendezvous:
         """On worker 0: publish the job."""
         self._store.set(f"{self._call}/job", job)
 
+    def refuse(self, error: str) -> None:
+        """On worker 0: publish that there will be no job; the others get ``error`` instead."""
+        self._store.set(f"{self._call}/refused", error)
+        self._store.set(f"{self._call}/job", error)
+
     def hear(self, answer: str) -> str:
-        """On the other workers: reply with ``answer`` and return the job.
+        """On the other workers: reply with ``answer``; return the job, or why there is none.
 
         Raises :class:`~bpsx.errors.RendezvousError` if there is no job in time.
         """
@@ -286,6 +293,10 @@ class Rendezvous:
             (call,) = self._store.get(["call"], left)
             if call is None:
                 break
+            if answered not in ("", call):
+                (refused,) = self._store.get([f"{answered}/refused"], 0)
+                if refused is not None:
+                    return refused
             (told,) = self._store.get([f"{call}/job"], _LOOK if call == answered else 0)
             if call == answered and told is not None:
                 return told
@@ -334,7 +345,7 @@ class _Agreement:
             try:
                 job = self._begin([json.loads(text) for text in self._rendezvous.gather(answer)])
             except Exception as e:  # the other workers wait for a reply: send the error
-                self._rendezvous.tell(json.dumps({"error": f"worker 0: {e}"}))
+                self._rendezvous.refuse(json.dumps({"error": f"worker 0: {e}"}))
                 raise
             self._rendezvous.tell(json.dumps(job))
         else:
