@@ -198,8 +198,7 @@ def job_written() -> Any:
 
 
 def job_data_replaced() -> Any:
-    """A value assigned to ``grad.data`` during the exchange is lost, like any other change of
-    ``grad``.
+    """A value assigned to ``grad.data`` during the exchange is not noticed, and lost.
 
     Every worker gets the average of what was sent.
     """

@@ -35,12 +35,22 @@ def used_of(list managed) -> list:
     ]
 
 
-def frozen_of(list managed) -> list:
+def frozen_of(list managed, int passes) -> list:
     """Return the parameters that this worker has frozen and does not push."""
     return [
         m for m in managed
-        if not is_pushed((<Managed?>m).state) and not (<Managed>m).parameter.requires_grad
+        if not is_pushed((<Managed?>m).state) and not is_trained(<Managed>m, passes)
     ]
+
+
+cdef bint is_trained(Managed m, int passes) except -1:
+    """Return whether the parameter is trained, or was when backward last added to its gradient.
+
+    The step uses that gradient even if the parameter is frozen before the step. ``passes``: passes
+    of backward per step.
+    """
+    parameter = m.parameter
+    return parameter.requires_grad or (m.passes_left < passes and parameter.grad is not None)
 
 
 def want_all(list managed) -> None:
@@ -58,17 +68,18 @@ def agree(list managed) -> None:
             m.agree()
 
 
-def missing_of(list managed) -> list:
+def missing_of(list managed, int passes) -> list:
     """Return the parameters that are trained, wanted and not in flight.
 
-    A push that could not start is dropped and counts as missing.
+    A push that could not start is dropped and counts as missing. ``passes``: as in
+    :func:`frozen_of`.
     """
     cdef Managed m
     cdef list found = []
     for m in managed:
         if m.state == NOT_STARTED:
             m.drop()
-        if allows(m.state, Event.START) and m.wanted and m.parameter.requires_grad:
+        if allows(m.state, Event.START) and m.wanted and is_trained(m, passes):
             found.append(m)
     return found
 
@@ -76,7 +87,8 @@ def missing_of(list managed) -> list:
 def settle_here(list managed) -> list:
     """Wait for gradients that hooks have started quickly on the host, and put them into ``grad``.
 
-    Returns the other parameters, and those whose gradient failed, was written to or reallocated.
+    Returns the other parameters, and those whose gradient failed, was written to, replaced or
+    reallocated.
     """
     cdef Pushed pushed
     cdef Managed m
@@ -98,7 +110,11 @@ def settle_here(list managed) -> list:
                         raise               # the wait was interrupted
                     odd.append(m)           # the next wait raises the failure again
                     continue
-            if m.parameter.grad is not pushed.gradient:
+            gradient = m.parameter.grad
+            if gradient is not pushed.gradient:
+                if gradient is not None:
+                    odd.append(m)           # the next wait raises the error
+                    continue
                 m.parameter.grad = pushed.gradient
             done.append(pushed.gradient)
             core = keep(m, pushed, handle)
@@ -166,7 +182,8 @@ def all_together(list managed) -> bool:
 def settle(list managed) -> list:
     """Wait for gradients that are :func:`all_together` and put them into ``grad``.
 
-    Returns the parameters whose gradients need the slow path (failed, written to or reallocated).
+    Returns the parameters whose gradients need the slow path (failed, written to, replaced or
+    reallocated).
     """
     cdef Pushed pushed
     cdef Managed m
@@ -184,13 +201,17 @@ def settle(list managed) -> list:
             ):
                 odd.append(m)
                 continue
+            now = m.parameter.grad
+            if now is not gradient and now is not None:
+                odd.append(m)               # the next wait raises the error
+                continue
             handle = pushed.begun
             try:
                 if by == 0 or not handle.is_behind(stream, by):
                     handle.wait()
                     stream = handle.streams()
                     by = handle.gpu.number_of(stream)
-                if m.parameter.grad is not gradient:
+                if now is None:
                     m.parameter.grad = gradient
             except Exception:
                 if not handle.has_ended():

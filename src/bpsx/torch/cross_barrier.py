@@ -26,6 +26,7 @@ from bpsx.torch.optimizer import (
     _DistributedOptimizer,
     check_optimizer,
     check_options,
+    is_unscaled,
     mix_in,
     needs_sparse,
     takes_closure,
@@ -239,7 +240,8 @@ class _CrossBarrier(_DistributedOptimizer):
         expects.
         """
         self._apply_pending()
-        self._barrier.wait_before_read()
+        if not self._leaves_gradients:
+            self._barrier.wait_before_read(all_due=is_unscaled())
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

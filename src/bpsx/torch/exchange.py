@@ -15,7 +15,7 @@ from bpsx.plugin.exchange import PREFIX
 from bpsx.session.refusals import counted
 from bpsx.torch import _settling
 from bpsx.torch._bucket import Hook
-from bpsx.torch._gradient_state import Event
+from bpsx.torch._gradient_state import Event, State
 from bpsx.torch._gradients import Managed, version
 from bpsx.torch.bucket import GradientInfo, bucket_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
@@ -27,7 +27,9 @@ from bpsx.torch.order_errors import (
     check_not_added,
     frozen_on_some,
     interrupted,
+    replaced,
     too_often,
+    was_replaced,
     written_to,
 )
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
@@ -151,6 +153,11 @@ class Exchange:
         return _settling.any_under_way(self._managed)
 
     @property
+    def is_due(self) -> bool:
+        """Whether backward has added to gradients that have not been waited for."""
+        return self.under_way or (self.active and self._begun)
+
+    @property
     def _is_interrupted(self) -> bool:
         """Whether an interruption has left a wait open."""
         return self._round is not None or self._kinds.under_way or self._startup.under_way
@@ -167,12 +174,22 @@ class Exchange:
 
     @property
     def settled(self) -> bool:
-        """Whether every grad still is the average that an implicit wait has left there."""
+        """Whether every grad still is the average that an implicit wait has left there.
+
+        Or what the script has made of it: after the wait it may assign another tensor.
+        """
         return (
             self.implicit
             and self.synchronized
-            and all(m.averaged is None or m.parameter.grad is m.averaged[0] for m in self._managed)
+            and all(m.averaged is None or m.parameter.grad is not None for m in self._managed)
         )
+
+    def use(self) -> None:
+        """Take note that the step uses the gradients now, and keep none of them any longer."""
+        if self.implicit:
+            for managed in self._managed:
+                managed.averaged = None
+        self.synchronized = self.implicit = False
 
     def check_knows(self, groups: list[dict[str, Any]]) -> None:
         """Raise :class:`ConfigError` if ``groups`` has a parameter that is not exchanged.
@@ -267,15 +284,18 @@ class Exchange:
             and not managed.sparse_here
         )
 
-    def wait_before_read(self) -> None:
+    def wait_before_read(self, all_due: bool = False) -> None:
         """Wait for gradients in flight before they are read, so that the reader sees averages.
 
         Raises as :meth:`complete`. Does nothing in a signal handler, during a backward pass, or on
         another thread than the training thread, where it would disturb the training.
+
+        ``all_due``: the step follows, so gradients that have not been pushed are pushed, too.
         """
-        if self.under_way and self.training_thread.may_wait():
+        due = self.under_way or (all_due and not self.synchronized)
+        if due and self.training_thread.may_wait():
             self.complete()
-            self.implicit = True
+            self.implicit = self.synchronized
             for managed in self._managed:
                 gradient = managed.parameter.grad
                 managed.averaged = None if gradient is None else (gradient, version(gradient))
@@ -348,7 +368,7 @@ class Exchange:
             return
         with suppress(Exception):  # it is submitted again below, and the failure is raised then
             self._bucket.submit()
-        missing = _settling.missing_of(self._managed)
+        missing = _settling.missing_of(self._managed, self._passes)
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
         if not now.begun:
             try:
@@ -373,7 +393,7 @@ class Exchange:
     def _count_usage(self, now: ExchangeRound, used: list[bool], name: str) -> None:
         """Start the count of workers that have ``used`` each parameter."""
         if now.usage is None:
-            now.frozen = set(map(id, _settling.frozen_of(self._managed)))
+            now.frozen = set(map(id, _settling.frozen_of(self._managed, self._passes)))
             now.usage = UsageCount(used, [id(m) not in now.frozen for m in self._managed], name)
 
     def _await(
@@ -406,10 +426,13 @@ class Exchange:
             _settling.want_all(self._managed)
             return
         for managed, count in zip(self._managed, usage.counts, strict=True):
+            # The others push zeros for a parameter that none has used unless they know that before:
+            # from the sum of kinds, or because compression has let them wait for this count.
+            pushed = count.used > 0 or (managed.wanted and managed.name not in self.choices)
             managed.wanted = count.used > 0
             if count.trained and count.frozen:
                 now.failures.insert(0, frozen_on_some(managed, count))
-                if id(managed) in now.frozen:
+                if pushed and id(managed) in now.frozen:
                     now.failures.append(self._try(self._stand_in, managed))
 
     def _evaluate_late_usage(self) -> list[Exception]:
@@ -462,6 +485,7 @@ class Exchange:
             self._group = session.group_of(m.info.wire for m in self._managed)
         if session is not self._session or session.entries != self._entries:
             self._session, self._entries, self._late_usage = session, session.entries, None
+            self._kinds.forget()
             for managed in self._managed:
                 managed.kind, managed.quick = GradientKind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:
@@ -512,11 +536,11 @@ class Exchange:
             given = gradient
         elif gradient is not None:  # SparseSum reports it to the other workers
             kind["kind"] = DENSE
-        managed.start(
-            SparseSum(
-                given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind
-            )
+        begun = SparseSum(
+            given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind
         )
+        begun.given = gradient
+        managed.start(begun)
 
     def _discard(self, managed: Managed) -> None:
         managed.pushed.wait()
@@ -525,12 +549,17 @@ class Exchange:
     def _receive(self, managed: Managed) -> None:
         """Wait for a push and store the average in the parameter's ``grad``.
 
-        It does so even if ``grad`` was replaced in the meantime.
+        It does so even if ``grad`` was set to None in the meantime. Raises
+        :class:`GradientOrderError` if it was set to another tensor, or written to.
         """
         pushed = managed.pushed
+        # After a step of CrossBarrier, ``grad`` may already belong to the next one.
+        checks = managed.state is not State.PENDING
         if isinstance(pushed, SparseSum):
             total = pushed.wait()
             managed.receive()
+            if checks and was_replaced(managed, pushed.given):
+                raise replaced(managed)
             if pushed.dense:  # dense on all workers: push it again, dense from now on
                 managed.kind = GradientKind.DENSE
                 self._push(managed)
@@ -546,8 +575,10 @@ class Exchange:
                 gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))
         else:
             mark_written(gradient)
-        if managed.parameter.grad is not gradient:
-            managed.parameter.grad = gradient
+        was_other = checks and was_replaced(managed, gradient)
+        managed.parameter.grad = gradient
+        if was_other:
+            raise replaced(managed)
         if pushed.written:
             raise written_to(managed)
         if managed.sparse_here:  # from the rows that are not zero

@@ -32,6 +32,9 @@ class KindAgreement:
 
     def __init__(self, managed: list[Managed], decides_early: bool) -> None:
         self._managed, self._decides_early = managed, decides_early
+        # Ids of the parameters that all workers ask about until one of them has used it, or all
+        # have frozen it: a worker that has frozen it alone takes part.
+        self._open: set[int] = set()
         # Parameters, their kinds, and the sum of the kinds in flight.
         self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None
 
@@ -39,6 +42,10 @@ class KindAgreement:
     def under_way(self) -> bool:
         """Whether an interrupted wait has left a sum in flight."""
         return self._asking is not None
+
+    def forget(self) -> None:
+        """Forget what was asked: the workers are others now."""
+        self._open.clear()
 
     def agree(self) -> list[Exception]:
         """Set the kinds that are not known yet.
@@ -48,7 +55,11 @@ class KindAgreement:
         if self._asking is None:
             for m in self._managed:
                 m.wanted = True
-            unknown = [m for m in self._managed if m.kind is None and m.parameter.requires_grad]
+            unknown = [
+                m
+                for m in self._managed
+                if m.kind is None and (m.parameter.requires_grad or id(m) in self._open)
+            ]
             if not unknown:
                 return []
             kinds, name = _kinds_here(unknown), f"{KINDS}{self._managed[0].name}"
@@ -68,7 +79,8 @@ class KindAgreement:
         Returns an error for each parameter whose kind differs between workers.
         """
         found: list[Exception] = []
-        for m, (dense, sparse, dims) in zip(unknown, kinds.t().tolist(), strict=True):
+        for m, (dense, sparse, dims, trained) in zip(unknown, kinds.t().tolist(), strict=True):
+            self._open.discard(id(m))
             # All workers complete it as a dense gradient, and then all raise the error.
             if sparse and dense:
                 found.append(
@@ -85,17 +97,20 @@ class KindAgreement:
                 m.wanted = False
                 if self._decides_early:
                     m.kind = GradientKind.DENSE
+                elif trained:
+                    self._open.add(id(m))
         return found
 
 
 def _kinds_here(unknown: list[Managed]) -> torch.Tensor:
-    """Return the kinds of this worker's gradients, shape (3, parameters), int32.
+    """Return the kinds of this worker's gradients, shape (4, parameters), int32.
 
-    The rows are: workers with a dense gradient (here 0 or 1), workers with a sparse gradient, and
-    the sparse dimensions of the latter.
+    The rows are: workers with a dense gradient (here 0 or 1), workers with a sparse gradient, the
+    sparse dimensions of the latter, and workers that train the parameter.
     """
-    kinds = torch.zeros(3, len(unknown), dtype=torch.int32, device="cpu")
+    kinds = torch.zeros(4, len(unknown), dtype=torch.int32, device="cpu")
     for i, m in enumerate(unknown):
+        kinds[3, i] = m.parameter.requires_grad
         pushed = m.is_pushed()
         if not pushed and m.is_sparse():
             assert m.parameter.grad is not None

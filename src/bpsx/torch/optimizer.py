@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +27,9 @@ from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.lr_schedulers import current_rates, patch_step_again, take_patched_step
 from bpsx.torch.momentum import Momenta
 from bpsx.torch.names import Names, names_of
+
+#: At most so many calls lie between GradScaler's read of ``param_groups`` and the wait.
+_FRAMES = 4
 
 
 @public
@@ -63,13 +68,13 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
       to average over passes.
 
     **Looking at gradients.** Gradients are in flight from ``backward()`` to the end of ``step()``.
-    Writing to one then makes the wait raise a :class:`GradientOrderError` with the parameter's
-    name. Writes through ``grad.data`` are not noticed. Neither are writes to a gradient that is a
-    part of larger memory: views of one flat buffer share a write counter, which backward and bpsx
-    increment too. ``synchronize()`` waits for gradients. Reading ``param_groups`` does so as well,
-    and a ``step()`` after that neither waits nor pushes again. So ``torch.amp.GradScaler`` works
-    unchanged, and an overflow on one worker is an overflow on all. Read ``param_groups`` before the
-    first or after the last backward of a step.
+    Writing to one, or setting ``grad`` to another tensor, then makes the wait raise a
+    :class:`GradientOrderError` with the parameter's name. Writes through ``grad.data`` are not
+    noticed. Neither are writes to a gradient that is a part of larger memory: views of one flat
+    buffer share a write counter, which backward and bpsx increment too. ``synchronize()`` waits for
+    gradients. Reading ``param_groups`` does so as well, and a ``step()`` after that neither waits
+    nor pushes again. So ``torch.amp.GradScaler`` works unchanged, and an overflow on one worker is
+    an overflow on all. Read ``param_groups`` before the first or after the last backward of a step.
 
     **Parameters without a gradient.** Workers may use different parameters in a step: a worker
     without a gradient counts as zeros. A parameter that no worker has used has no ``grad`` after
@@ -224,6 +229,8 @@ class _DistributedOptimizer(_Base):
     _exchange: Exchange
     _should_synchronize: bool
     _momenta: Momenta | None = None
+    #: Whether reading param_groups does not wait now, because no gradient is read.
+    _leaves_gradients = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -231,7 +238,8 @@ class _DistributedOptimizer(_Base):
 
         Reading them waits for gradients in flight, since the reader may be about to use gradients.
         """
-        self._exchange.wait_before_read()
+        if not self._leaves_gradients:
+            self._exchange.wait_before_read(all_due=is_unscaled())
         groups: list[dict[str, Any]] = vars(self)["param_groups"]
         return groups
 
@@ -266,6 +274,15 @@ class _DistributedOptimizer(_Base):
             yield
         finally:
             self._should_synchronize = True
+
+    @contextmanager
+    def _leaving_gradients(self) -> Iterator[None]:
+        """Context in which reading ``param_groups`` does not wait for gradients in flight."""
+        before, self._leaves_gradients = self._leaves_gradients, True
+        try:
+            yield
+        finally:
+            self._leaves_gradients = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are added up before a push.
@@ -327,12 +344,12 @@ class _DistributedOptimizer(_Base):
                 )
             if not exchange.settled:
                 exchange.complete()
-        elif exchange.under_way:
+        elif exchange.is_due:
             raise GradientOrderError(
-                "step() was called inside skip_synchronize() while gradients are under way; call"
-                " synchronize() first"
+                "step() was called inside skip_synchronize() while gradients are under way or have"
+                " still to be pushed; call synchronize() first"
             )
-        exchange.synchronized = exchange.implicit = False
+        exchange.use()
 
     def _without_momentum(self) -> AbstractContextManager[None]:
         return nullcontext() if self._momenta is None else self._momenta.off()
@@ -374,9 +391,11 @@ class _DistributedOptimizer(_Base):
 
         With ``compression_params``, the entry "bpsx" holds this worker's compression state; on
         worker 0 it also holds the servers' state. That is about twice the gradients' size, or three
-        times with momentum. Waits for gradients in flight.
+        times with momentum. It waits for gradients in flight only for that entry, so without
+        ``compression_params`` one worker may call it alone.
         """
-        found = super().state_dict()
+        with self._leaving_gradients():
+            found = super().state_dict()
         wires = self._wires()
         if wires:
             found[checkpoint.KEY] = checkpoint.save(wires)
@@ -417,6 +436,20 @@ class _DistributedOptimizer(_Base):
     # Optimizer.__setstate__ (load_state_dict) would wrap step() and so run the user's step hooks
     # twice: the base class's step() runs them.
     step.hooked = True  # type: ignore[attr-defined]
+
+
+def is_unscaled() -> bool:
+    """Return whether a GradScaler reads the groups of the caller's optimizer.
+
+    It divides the gradients by its scale and decides from them whether to skip the step, so it must
+    see averages, also of gradients that only ``step()`` would push.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_name == "_unscale_grads_":
+            return True
+    return False
 
 
 def takes_closure(optimizer: _DistributedOptimizer) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from bpsx.errors import BpsxError, MismatchError
 from bpsx.torch._gradients import Managed, is_alone, version
 from bpsx.torch.unused_parameters import Count
@@ -48,6 +50,20 @@ def written_to(managed: Managed) -> GradientOrderError:
         f"the gradient of {managed.name!r} was changed while it was under way, so the workers' sum"
         " is not a sum of what backward computed. Call the optimizer's synchronize() first, then"
         " change gradients, then call step() inside skip_synchronize()"
+    )
+
+
+def was_replaced(managed: Managed, gradient: torch.Tensor | None) -> bool:
+    """Return whether the script has set ``grad`` to another tensor than ``gradient``."""
+    return managed.parameter.grad is not None and managed.parameter.grad is not gradient
+
+
+def replaced(managed: Managed) -> GradientOrderError:
+    """A gradient has been replaced while it was in flight."""
+    return GradientOrderError(
+        f"the gradient of {managed.name!r} was set to another tensor while it was under way, and"
+        " the workers' sum does not contain that tensor. Call the optimizer's synchronize() first,"
+        " then change gradients, then call step() inside skip_synchronize()"
     )
 
 

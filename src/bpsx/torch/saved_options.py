@@ -19,6 +19,7 @@ OWN = {
     "_exchange",
     "_barrier",
     "_should_synchronize",
+    "_leaves_gradients",
 }
 
 

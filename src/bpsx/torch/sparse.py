@@ -46,6 +46,8 @@ class SparseSum:
             " dimensions:"
         )
         self._rows = RowGathering([whole.indices().t(), wire], name, kind)
+        #: The gradient that it sums, for the wait to find out whether the script has replaced it.
+        self.given: torch.Tensor | None = None
 
     def done(self) -> bool:
         """Return whether both exchanges have ended, successfully or not, without blocking."""

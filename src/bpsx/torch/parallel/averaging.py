@@ -132,6 +132,7 @@ class Averaging(Exchange):
     def accumulated(self, managed: Managed) -> None:
         """Handle a gradient that backward has added to. Raises :class:`GradientOrderError`."""
         self._touched.add(id(managed))
+        managed.passes_left = 0
         if not self.syncing:
             return
         self._enter()
@@ -195,7 +196,10 @@ class Averaging(Exchange):
     def _begin_round(self) -> None:
         self._due = self.expected = False
         if self._round is None:
-            self._round = _ModuleRound([m for m in self._managed if m.parameter.requires_grad])
+            # Passes inside no_sync() may have added to a parameter that was frozen after them.
+            self._round = _ModuleRound(
+                [m for m in self._managed if m.parameter.requires_grad or self._is_used(m)]
+            )
         now = self._round
         if now.pushed:
             return
@@ -215,6 +219,8 @@ class Averaging(Exchange):
             self._try(begin, m) for m in now.ours if not m.is_pushed() and id(m) not in now.aside
         ]
         self._touched = set()
+        for managed in self._managed:
+            managed.passes_left = 1
         now.pushed = True
 
     def _end_round(self) -> None:
