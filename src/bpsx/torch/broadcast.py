@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -74,8 +75,15 @@ def broadcast_optimizer_state(
         raise ConfigError(
             f"{verb}: optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer"
         )
-    if ours.size == 1:
-        return
+    if ours.size > 1:
+        # The gradients in flight concern the workers that have pushed them, not one that joins.
+        with getattr(optimizer, "_leaving_gradients", contextlib.nullcontext)():
+            _broadcast_optimizer(optimizer, root, prefix)
+
+
+def _broadcast_optimizer(optimizer: torch.optim.Optimizer, root: int, prefix: str) -> None:
+    """Same as :func:`broadcast_optimizer_state`, whose arguments have been checked."""
+    verb, ours = "broadcast_optimizer_state", adapter.session()
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     check_alike(
         f"{type(optimizer).__name__} with groups of {sizes} parameters",
@@ -96,16 +104,25 @@ def broadcast_optimizer_state(
         raise StateError(structure["error"])
     told = structure["tensors"]
     params = _all_params(optimizer)
-    tensors = (
-        packed.tensors
-        if packed is not None
-        else [empty_for(m["dtype"], m["shape"], device_for(m, params)) for m in told]
-    )
+    tensors = packed.tensors if packed is not None else [_room_for(m, params) for m in told]
     _broadcast_all(
         [(f"optimizer.{m['name']}", t) for m, t in zip(told, tensors, strict=True)], root, prefix
     )
     if ours.rank != root:
         _unpack(optimizer, structure, tensors)
+
+
+def _room_for(described: dict[str, Any], params: list[torch.Tensor]) -> torch.Tensor:
+    """Allocate a tensor of the root's state.
+
+    Its strides are the parameter's if its shape is, as those of PyTorch's own state are: fused
+    optimizers go through a parameter and its state by memory.
+    """
+    found = empty_for(described["dtype"], described["shape"], device_for(described, params))
+    own = params[described["param"]] if described["param"] >= 0 else found
+    if own.shape != found.shape:
+        return found
+    return torch.zeros_like(own, dtype=found.dtype, device=found.device, requires_grad=False)
 
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -223,10 +240,34 @@ def _unpack(
     ``load_state_dict`` is not used, since it converts state to the parameters' dtype.
     """
     params = _all_params(optimizer)
+    kept: set[int] = set()
     for group, root_group in zip(optimizer.param_groups, structure["groups"], strict=True):
         for key in [k for k in group if k != "params" and k not in root_group]:
             del group[key]
-        group.update({k: decode(v, tensors) for k, v in root_group.items()})
+        for key, value in root_group.items():
+            group[key] = _in_place(group.get(key), decode(value, tensors), kept)
     optimizer.state.clear()
     for i, value in structure["state"]:
         optimizer.state[params[i]] = decode(value, tensors)
+
+
+def _in_place(ours: Any, given: Any, kept: set[int]) -> Any:
+    """Return the option ``given``; a learning rate that is a tensor stays the same object.
+
+    The script may change the rate through a reference of its own. ``kept``: ids of the objects that
+    have stayed so far; a second group that had the same object may get another value.
+    """
+    fits = (
+        isinstance(ours, torch.Tensor)
+        and isinstance(given, torch.Tensor)
+        and not ours.is_inference()
+        and id(ours) not in kept
+        and (ours.shape, ours.dtype, ours.device) == (given.shape, given.dtype, given.device)
+        and ours.dim() == 0
+    )
+    if not fits:
+        return given
+    with torch.no_grad():
+        ours.copy_(given)
+    kept.add(id(ours))
+    return ours

@@ -20,6 +20,7 @@ from bpsx.plugin.elastic import Departed, HostsUpdatedInterrupt, leave, run, ste
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.objects import broadcast_object
 from bpsx.torch.ops import push_pull
+from bpsx.torch.optimizer import _DistributedOptimizer
 
 __all__ = [
     "Departed",
@@ -152,6 +153,16 @@ class TorchState(State, elastic.PartsState):
             )
         parts = {name: part for name, part in {**given, **more}.items() if self._is_part(part)}
         super().__init__(parts, {n: value for n, value in more.items() if n not in parts})
+
+    def _settle(self) -> None:
+        """Wait for gradients in flight, before workers join that have not pushed any.
+
+        The backward pass of a GAN's generator pushes gradients of the discriminator, which wait for
+        its next ``zero_grad()``.
+        """
+        for part in self._parts.values():
+            if isinstance(part, _DistributedOptimizer):
+                part._exchange.wait_before_read()
 
     def _copied(self, part: Any) -> Any:
         return copy.deepcopy(part.state_dict())
