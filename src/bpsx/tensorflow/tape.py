@@ -66,9 +66,10 @@ def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Dis
             f"DistributedGradientTape: expected a tf.GradientTape, not {type(gradtape).__name__}"
         )
     cls = type(gradtape)
-    made: Any = object.__new__(type(cls.__name__, (kind, cls), {"__module__": cls.__module__}))
+    # The class has the exchange, as all tapes that are made of one share its attributes.
+    ours = type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "_exchange": exchange})
+    made: Any = object.__new__(ours)
     made.__dict__ = gradtape.__dict__
-    made._exchange = exchange
     return made
 
 

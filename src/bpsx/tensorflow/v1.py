@@ -85,8 +85,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._momentum = Momentum(
             lambda: optimizer, [tf.compat.v1.train.MomentumOptimizer], "_momentum"
         )
-        self._passes = Accumulated(passes) if passes > 1 else None
-        self._last: Any = None  # whether the gradients computed last are complete
+        self._number = passes
+        # Passes are counted for each set of variables: an optimizer may minimize several losses.
+        self._passes: dict[tuple[str, ...], Accumulated] = {}
+        # Whether the gradients computed last are complete, and whose they are.
+        self._last: tuple[Any, Accumulated] | None = None
 
     @as_it_is
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
@@ -98,11 +101,14 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         pairs = list(self._optimizer.compute_gradients(*args, **kwargs))
         if adapter.session().config.asynchronous:
             return pairs
-        if self._passes is None:
+        if self._number == 1:
             return self._exchanged(pairs)
-        self._last, sums = self._passes.add(pairs)
+        names = tuple(names_of([v for _, v in pairs]))
+        passes = self._passes.setdefault(names, Accumulated(self._number))
+        is_last, sums = passes.add(pairs)
+        self._last = is_last, passes
         gradients = in_last(
-            self._last, lambda: [g for g, _ in self._exchanged(sums)], [g for g, _ in sums]
+            is_last, lambda: [g for g, _ in self._exchanged(sums)], [g for g, _ in sums]
         )
         return list(zip(gradients, [v for _, v in sums], strict=True))
 
@@ -132,10 +138,9 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         if adapter.session().config.asynchronous:
             self._exchange.check_async()
             return self._weights.step_on([v for g, v in pairs if g is not None], apply)
-        if self._passes is None or self._last is None:
+        if self._last is None:
             return apply()
-        passes = self._passes
-        last, self._last = self._last, None
+        (last, passes), self._last = self._last, None
 
         def finish() -> Any:
             done = apply()

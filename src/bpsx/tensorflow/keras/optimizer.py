@@ -83,9 +83,10 @@ class _Distributed:
             return base.apply(gradients, trainable_variables)
         if adapter.session().config.asynchronous:
             self._bpsx_exchange.check_async()
-            return self._bpsx_weights.step_on(
-                variables, lambda: base.apply(gradients, trainable_variables)
-            )
+            with _within(this):
+                return self._bpsx_weights.step_on(
+                    variables, lambda: base.apply(gradients, trainable_variables)
+                )
         found = self._exchanged(gradients, variables)
         with self._bpsx_momentum.off(), _within(this):
             return base.apply(found, trainable_variables)
@@ -106,10 +107,20 @@ class _Distributed:
         own = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         kept = [this._accumulated_gradients[this._get_variable_index(v)] for v in variables]
 
+        # Keras divides a gradient by this before it adds it up.
+        scale = this.loss_scale_factor or 1.0
+        overwrites = [getattr(v, "overwrite_with_gradient", False) for v in variables]
+
+        def added_up(gradient: Any, sum_before: Any, overwrite: bool) -> Any:
+            before = tf.convert_to_tensor(sum_before)
+            if overwrite:
+                return tf.maximum(gradient, before)
+            return gradient + before * tf.cast(scale, before.dtype)
+
         def last() -> list[Any]:
             sums = [
-                None if g is None else g + tf.convert_to_tensor(k)
-                for g, k in zip(own, kept, strict=True)
+                None if g is None else added_up(g, k, overwrite)
+                for g, k, overwrite in zip(own, kept, overwrites, strict=True)
             ]
             instead = {i: tf.convert_to_tensor(kept[i]) for i, g in enumerate(own) if g is None}
             found = self._bpsx_exchange(
