@@ -199,3 +199,79 @@ def test_what_needs_all_workers_ends_the_job():
             worker.say("go")
             worker.wait()
             assert worker.reports()[-1] is True, worker.text()
+
+
+def test_a_loss_before_the_first_step_leaves_its_comparison_alone():
+    """One worker has asked for the comparison before the loss, the other asks after it."""
+    source = """
+        import time, torch
+        import bpsx.torch as bps
+        from bpsx.torch import startup
+
+        bps.init()
+        number, submit = bps.rank(), startup.submit
+
+        def asks(*given, **more):
+            handle = submit(*given, **more)
+            report("asked")
+            return handle
+
+        startup.submit = asks
+        w = torch.nn.Parameter(torch.zeros(3))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([w], lr=1.0), [("w", w)])
+        if number == 0:
+            hear()
+        while number == 2 and bps.size() == 3:
+            time.sleep(0.01)
+        w.sum().backward()
+        optimizer.step()
+        report(w.tolist())
+        bps.shutdown()
+    """
+    with Job(source, workers=3, servers=1, env=SHRINK) as job:
+        job.workers[1].wait_for_line("asked")
+        job.workers[0].signal(signal.SIGKILL)
+        for of in (1, 2):
+            job.workers[of].wait_for_line("[-1.0, -1.0, -1.0]")
+
+
+def test_a_loss_in_the_first_sync_leaves_no_mixed_state():
+    """Rank 0 dies between two parts; the others' next root is known to them before that."""
+    source = """
+        import time, torch
+        import bpsx.torch as bps
+        from bpsx.api.lifecycle import session
+
+        bps.init()
+        number = bps.rank()
+
+        class Slow(bps.elastic.TorchState):
+            def _send(self, name, part):
+                if name == "elastic.second" and len(session()._company._living) == 3:
+                    report("between")
+                    if number == 0:
+                        hear()
+                    while len(session()._company._living) == 3:
+                        time.sleep(0.01)
+                    report(["size", bps.size()])
+                super()._send(name, part)
+
+        def layer():
+            made = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.constant_(made.weight, number)
+            return made
+
+        @bps.elastic.run
+        def train(state):
+            return [state.model.weight.item(), state.second.weight.item(), state.value, bps.size()]
+
+        report(train(Slow(layer(), second=layer(), value=number)))
+        bps.shutdown()
+    """
+    with Job(source, workers=3, servers=1, env=SHRINK) as job:
+        for worker in job.workers:
+            worker.wait_for_line("between")
+        job.workers[0].signal(signal.SIGKILL)
+        for of in (1, 2):
+            job.workers[of].wait_for_line('["size", 3]')
+            job.workers[of].wait_for_line("[1.0, 1.0, 1, 2]")

@@ -16,6 +16,7 @@ def scripted_boundaries(monkeypatch: Any) -> list[Change]:
         pass_boundary=lambda: found.pop(0) if found else Change(),
         failure="",
         await_agreement=Change,
+        expect_boundaries=lambda: None,
         may_leave=False,
         reporter=SimpleNamespace(on_sigterm=None),
         leave=lambda why: False,

@@ -166,8 +166,9 @@ def test_lanes_by_default_follow_cores_and_transport(monkeypatch, cores, given, 
 
 @pytest.mark.parametrize("text", ["", " "])
 def test_an_empty_variable_counts_as_unset(text):
-    assert Config({"BYTEPS_FORCE_DISTRIBUTED": ""}).force_distributed is False
-    assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 2 << 20
+    assert Config({"BYTEPS_FORCE_DISTRIBUTED": text}).force_distributed is False
+    assert Config({"BYTEPS_PARTITION_BYTES": text}).partition_bytes == 2 << 20
+    assert Config({"DMLC_PS_ROOT_URI": text}).root_uri is None
 
 
 @pytest.mark.parametrize("text", ["0", "64", "1048576"])

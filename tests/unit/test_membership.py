@@ -233,3 +233,19 @@ def test_every_job_can_be_ended(elastic, events):
     for ident in list(m.nodes):
         m.gone(ident, "x")
     assert m.everybody_left() and m.state in ("done", "failed")
+
+
+def test_observers_ask_for_the_missing_while_the_hub_does():
+    """The HTTP server's thread may be in the middle of it when the hub's asks."""
+    m, told = members(4), []
+
+    class Workers(dict):
+        def __contains__(self, rank):
+            if rank == 3 and not told:
+                told.append("")
+                told[0] = m.missing_text()
+            return super().__contains__(rank)
+
+    m._roster.workers = Workers(m._roster.workers)
+    assert m.missing()[:4] == [f"worker {rank}" for rank in range(4)]
+    assert told[0].startswith("worker 0, worker 1, worker 2, worker 3")

@@ -7,7 +7,7 @@ import pytest
 from bpsx.scheduler.membership import Membership
 from bpsx.scheduler.messages import TERM_FIELDS
 from bpsx.scheduler.states import Handover, JobState
-from unit.scheduler_tools import kinds, late_server, running
+from unit.scheduler_tools import declare, kinds, late_server, running
 from unit.scripted_job import World
 
 MET = TERM_FIELDS.index("met")
@@ -274,3 +274,19 @@ def test_a_job_that_is_not_elastic_has_failed_when_a_worker_is_gone():
     m = running(2, 1, BPSX_ELASTIC="off")
     m.gone(b"w0", "cut"), m.gone(b"w1", "cut")
     assert m.state is JobState.FAILED and not m.unheard
+
+
+def test_a_leaver_that_another_one_holds_up_leaves_later():
+    """Both have asked to leave before the last worker has received an error of the job.
+
+    The first fails, so the workers agree anew on who is there; the second waits for that.
+    """
+    m = shrinking()
+    for who, elements in ((b"w0", 4), (b"w1", 4), (b"w2", 5)):
+        m.declare(who, declare("x", [elements]))
+    m.heard(b"w0"), m.heard(b"w1")
+    assert m.bye(b"w0", {"failure": "ValueError: no"}) == m.bye(b"w1", {"failure": ""}) == []
+    assert kinds(m.heard(b"w2"))[b"w0"] == "GOODBYE"
+    assert list(m._roster.leaving) == [b"w1"]
+    moved(m, b"w1", 1), moved(m, b"w2", 1)
+    assert kinds(m.settle(99.0))[b"w1"] == "GOODBYE" and not m._roster.leaving

@@ -106,8 +106,15 @@ class FakeSession:
     @property
     def config(self) -> Any:
         return SimpleNamespace(
-            distributed=self.distributed, asynchronous=self.asynchronous, check_weights="error"
+            distributed=self.distributed,
+            asynchronous=self.asynchronous,
+            check_weights="error",
+            places=self.size,
         )
+
+    @property
+    def number(self) -> int:
+        return self.rank
 
     @property
     def names(self) -> list[str]:

@@ -77,6 +77,11 @@ class Config:
         return int(max(self.num_worker, self.max_workers))
 
     @property
+    def places(self) -> int:
+        """Largest number of workers at a time; their numbers are smaller."""
+        return int(self.machines * self.local_size)
+
+    @property
     def rank(self) -> int:
         """This worker's rank at the beginning of the job, 0 to size-1; its number later."""
         return int((self.worker_id or 0) * self.local_size + self.local_rank)
@@ -218,9 +223,9 @@ class Config:
 
     def _worker_faults(self) -> Iterable[str]:
         most = "BPSX_MAX_WORKERS" if self.max_workers else "DMLC_NUM_WORKER"
-        if self.machines * self.local_size > MOST_WORKERS:
+        if self.places > MOST_WORKERS:
             yield (
-                f"{most} x BYTEPS_LOCAL_SIZE = {self.machines * self.local_size} workers: at most"
+                f"{most} x BYTEPS_LOCAL_SIZE = {self.places} workers: at most"
                 f" {MOST_WORKERS} are possible"
             )
         if (self.worker_id or 0) >= self.machines:
@@ -376,7 +381,8 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 def _read(option: Option, source: Mapping[str, str]) -> Any:
     text = source.get(option.env)
-    if text is None or (text == "" and option.parse not in (str, folder)):
+    is_text = option.parse in (str, folder) and option.default is not None
+    if text is None or (not text.strip() and not is_text):
         return option.default() if callable(option.default) else option.default
     try:
         # Paths may be any bytes. All other values are sent to other processes, or compared, as

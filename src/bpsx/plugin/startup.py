@@ -52,7 +52,7 @@ def rows_of_all(name: str, own: Sequence[int]) -> list[list[int]]:
     """
     session = adapter.session()
     # Ranks change when a worker is lost, which the others notice at different moments.
-    rows = np.zeros((session.config.size, len(own)), np.int64)
+    rows = np.zeros((session.config.places, len(own)), np.int64)
     rows[session.number] = own
     if session.config.asynchronous:  # a push_pull would add to the servers' values
         for rank, row in enumerate(rows):

@@ -275,8 +275,8 @@ class Gathering:
         return self._roster.all_workers() if role == "worker" else self._roster.servers()
 
     def missing(self) -> list[str]:
-        """The missing nodes, as text for messages."""
-        ranks, _ = self._roster.absent(self.size, self.size)
+        """The missing nodes, as text for messages. Any thread may call it: it changes nothing."""
+        ranks = [rank for rank in range(self.size) if rank not in self._roster.workers]
         return [
             self._with_reason(f"worker {r}", f"worker {r}") for r in ranks
         ] + self._missing_servers()

@@ -222,7 +222,7 @@ class Membership(Retuning):
         ready = [n for n in leaving.values() if not self._has_to_wait(n, n.goodbye)]
         for node in ready:
             del leaving[node.ident]
-        for node in ready:
+        for node in ready:  # ... and again in leaving, if the one before makes it wait
             out += self.bye(node.ident, node.goodbye)
         return out
 
@@ -455,6 +455,8 @@ class Membership(Retuning):
         if self._has_to_wait(node, m):
             if node.presence is Presence.LIVE:
                 self._roster.defer(node, m)
+            else:
+                self._roster.leaving[ident] = node
             return self._process_deferred()
         if not (m["failure"] and self._survives_workers):
             self._note_leaving(node)

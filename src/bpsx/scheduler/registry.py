@@ -212,5 +212,5 @@ class Registry:
         return repr(name) + (f" ({known.describe()})" if known is not None else "")
 
     def __len__(self) -> int:
-        """The number of tensors; one and its successors count once."""
-        return len({(name, original_of(generation)) for name, generation in self._tensors})
+        """The number of tensors; one and its successors count once. Any thread may ask."""
+        return len({(name, original_of(generation)) for name, generation in list(self._tensors)})

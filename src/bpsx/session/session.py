@@ -408,6 +408,11 @@ class Session(Liveness):
         self._ask_to_leave()
         return True
 
+    def expect_boundaries(self) -> None:
+        """Note that the script has boundaries: rank and size change only there, from now on."""
+        with self._life.changed:
+            self._boundaries.used = True
+
     def _pass_boundary(self) -> Change:
         link = self._link
         if link is None or not self.shrinks:

@@ -98,9 +98,10 @@ class StartupCheck:
             self._weights = (
                 _weights_of(self._managed) if session.config.check_weights != "off" else 0
             )
-            rows = torch.zeros(session.size, COLUMNS, dtype=torch.int64, device="cpu")
-            rows[session.rank, 0] = meaning_of(m.name for m in self._managed)
-            rows[session.rank, 1] = self._weights
+            # Ranks change when a worker is lost, which the others notice at different moments.
+            rows = torch.zeros(session.config.places, COLUMNS, dtype=torch.int64, device="cpu")
+            rows[session.number, 0] = meaning_of(m.name for m in self._managed)
+            rows[session.number, 1] = self._weights
             self._submit(rows, self._name)
         except Exception as e:
             self._found.append(e)
@@ -124,7 +125,7 @@ class StartupCheck:
             mine = any(check is not self and check.weights() in theirs for check in list(_alive))
             try:
                 self._submit(
-                    torch.tensor([int(mine)], dtype=torch.int32, device="cpu"),
+                    torch.tensor([int(mine), 1], dtype=torch.int32, device="cpu"),
                     f"{self._name}, in another order",
                 )
             except Exception as e:
@@ -142,7 +143,8 @@ class StartupCheck:
 
     def _judge_swapped(self) -> None:
         assert self._rows is not None
-        if int(self._rows[0]) == adapter.session().size:
+        swapped, all_workers = self._rows.tolist()
+        if swapped == all_workers:
             self._fatal = (
                 f"the {self._owner.what} has generated names, and its weights are those of another"
                 " optimizer on other workers, so the workers have created their optimizers in"
