@@ -45,6 +45,25 @@ def job_second_half() -> Any:
     return {case: _trained(case, 4, 8) for case in RESUMED}
 
 
+def job_states_of_the_root() -> Any:
+    """Worker 0 alone loads a checkpoint, which has its own learning rate, momentum and decay."""
+    net = network("rooted_", seed=bps.rank())
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    if bps.rank() == 0:
+        file = str(Path(os.environ["CHECKPOINTS"], "rooted"))
+        saved = {"learning_rate": 0.001, "momentum": 0.5, "wd": 0.25, "clip_gradient": 4.0}
+        other = gluon.Trainer(
+            network("saved_").collect_params(), "sgd", saved, kvstore=None, update_on_kvstore=False
+        )
+        other.save_states(file)
+        trainer.load_states(file)
+    for step in range(3):
+        backward(net, *data(step, bps.rank()))
+        trainer.step(ROWS)
+    used = trainer._optimizer
+    return weights(net), [used.lr, used.momentum, used.wd, used.clip_gradient]
+
+
 def job_plain_reads() -> Any:
     """gluon's own Trainer loads files that contain bpsx's part, and bpsx's trainer loads gluon's
     files.

@@ -209,6 +209,14 @@ def test_saved_states_contain_compressions_state(tmp_path: Path) -> None:
         )
 
 
+def test_all_take_the_options_that_the_root_has_loaded(tmp_path: Path) -> None:
+    job = run_job(STATES, ["job_states_of_the_root"], tmp_path / "job", CHECKPOINTS=str(tmp_path))
+    assert job.status == 0, job.output[-3000:]
+    found = each(job, "job_states_of_the_root")
+    for weights, options in found:
+        assert same(weights, found[0][0]) and options == [0.001, 0.5, 0.25, 4.0]
+
+
 def test_states_that_are_saved_at_once_are_whole(compressed: Finished) -> None:
     for steps in each(compressed, "job_saved_at_once"):
         for at_once, later in steps:

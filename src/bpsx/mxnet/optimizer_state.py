@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from bpsx.mxnet.ops import overwrite, submit
 from bpsx.mxnet.weight_decay import DecayMomentum
 
 _OVERVIEW, _STATE, _DECAY = "Overview of states of ", "State.", "Momentum of decay."
+_OPTIONS = "Options of "
+#: Numbers of an optimizer or a scheduler that are no options, or that each step sets anew.
+_NO_OPTIONS = ("num_update", "begin_num_update", "rescale_grad", "aggregate_num")
 
 
 def share(
@@ -24,7 +28,9 @@ def share(
 ) -> None:
     """Give this worker's optimizer the state of worker ``root``'s.
 
-    The state is the counts of updates, the optimizer's states, and the momentum of weight decay.
+    The state is the counts of updates, the optimizer's states, the momentum of weight decay, and
+    the optimizer's and its scheduler's options, such as the learning rate: gluon keeps them in a
+    file of states, which perhaps the root alone has loaded.
     ``updaters``: the optimizer's, one for each device. Waits for an overview of the root's state.
     All workers must call it at the same point.
     """
@@ -35,8 +41,15 @@ def share(
         [counts.get(i, -1), i in updaters[0].states, i in decay.kept]
         for i in range(len(parameters))
     ]
+    options = _options_of(optimizer)
+    values = mx.nd.array(
+        [float("nan" if v is None else v) for *_, v in options], dtype="float64", ctx=mx.cpu()
+    )
+    submit(values, _OPTIONS + name_of(parameters[0]), root=root)
     overview = mx.nd.array([optimizer.num_update, *np.ravel(rows)], dtype="int64", ctx=mx.cpu())
     submit(overview, _OVERVIEW + name_of(parameters[0]), root=root)
+    for (thing, name, ours), told in zip(options, values.asnumpy().tolist(), strict=True):
+        setattr(thing, name, _as(told, ours))
     said = overview.asnumpy()
     optimizer.num_update = int(said[0])
     for i, (parameter, (count, has_state, has_decay)) in enumerate(
@@ -51,6 +64,27 @@ def share(
         decay.expect(i, parameter, bool(has_decay))
         if has_decay:
             overwrite(decay.kept[i], _DECAY + name_of(parameter), root=root)
+
+
+def _options_of(optimizer: Any) -> list[tuple[Any, str, Any]]:
+    """Return the options that are a number or None: of which object, their name, their value."""
+    scheduler = optimizer.lr_scheduler
+    return [
+        (thing, name, value)
+        for thing in (optimizer, *([] if scheduler is None else [scheduler]))
+        for name, value in sorted(vars(thing).items())
+        if name not in _NO_OPTIONS
+        and name != "lr_scheduler"
+        and (value is None or isinstance(value, (bool, int, float)))
+    ]
+
+
+def _as(told: float, ours: Any) -> Any:
+    """Return the root's option in the type that it has here. NaN stands for None."""
+    if math.isnan(told):
+        return None
+    same = isinstance(ours, (bool, int)) and float(type(ours)(told)) == told
+    return type(ours)(told) if same else told
 
 
 def _share_state(i: int, parameter: Any, updaters: Sequence[Any], there: bool, root: int) -> None:
