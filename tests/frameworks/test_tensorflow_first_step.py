@@ -240,3 +240,27 @@ def test_weights_that_differ_in_a_session(option):
                 continue
             (text,) = [error] if option == "error" else heard
             assert "worker 1 has other weights than worker 0 before the first step" in text
+
+
+def test_only_one_worker_compares_weights_in_a_session():
+    """The other takes part, without weights."""
+    choose = """
+    import os
+    os.environ["BPSX_CHECK_WEIGHTS"] = "off" if os.environ["DMLC_WORKER_ID"] == "1" else "error"
+"""
+    source = (
+        choose
+        + _START
+        + """
+    w = tf.compat.v1.get_variable("w", initializer=[1.0 + rank, 2.0])
+    optimizer = bps.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+    step = optimizer.minimize(tf.reduce_sum(w) * (rank + 1.0))
+    with tf.compat.v1.Session() as session:
+        session.run(tf.compat.v1.global_variables_initializer())
+        for _ in range(3):
+            session.run(step)
+    report("done")
+    """
+    )
+    source = source.replace("bps.init()", "bps.init(); tf.compat.v1.disable_eager_execution()", 1)
+    assert run(source, env=QUIET) == [["done"]] * 2

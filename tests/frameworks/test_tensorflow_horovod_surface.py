@@ -134,6 +134,7 @@ SIGNATURES = {
     "keras.reducescatter": "value name=None op=0",
     "keras.load_model": (
         "filepath custom_optimizers=None custom_objects=None compression legacy_opts=False"
+        " op=0 average_aggregated_gradients=False"  # which Horovod's has not
     ),
     "callbacks.BroadcastGlobalVariablesCallback": "root_rank device='' local_variables=None",
     "callbacks.MetricAverageCallback": "device=''",
@@ -306,6 +307,8 @@ def refused_options() -> list[Refusal]:
 
 def refused_training() -> list[Refusal]:
     x, sgd = tf.ones(4), keras.optimizers.SGD
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
     return [
         (lambda: hvd.start_timeline(5), "^start_timeline: file_path=5"),
         (lambda: tf.function(hvd.join, autograph=False)(), "join: must be called in eager code"),
@@ -327,6 +330,10 @@ def refused_training() -> list[Refusal]:
         (
             lambda: hvd_k.PartialDistributedOptimizer(sgd(), local_layers="dense"),
             "a layer of Keras 3",
+        ),
+        (
+            lambda: hvd_k.PartialDistributedOptimizer(sgd(global_clipnorm=2.0), local_layers=layer),
+            "global_clipnorm=2 clips by a norm",
         ),
         (lambda: hvd_k.load_model("m.keras", legacy_opts=True), "legacy_opts=True"),
         (lambda: hvd.SyncBatchNormalization(fused=True), "fused=True"),

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.tensorflow_job import WORKER, Finished, each, run_job
@@ -15,7 +17,9 @@ if WORKER:
     import keras
     import tensorflow as tf
 
+    import bpsx.keras.horovod as hvd
     import bpsx.tensorflow as bps
+    import bpsx.tensorflow.keras as bpk
 
 WORKERS = 2
 
@@ -74,6 +78,62 @@ def job_losses() -> Any:
     return [float(first), float(second)]
 
 
+def job_loaded() -> Any:
+    """Train, save, load, and train on: the weight moves as far as before."""
+    ours = {"op": bps.Sum}
+    ways: dict[str, Any] = {
+        "sum": (lambda: bpk.DistributedOptimizer(sgd(), **ours), bpk.load_model, ours, 1),
+        "passes": (
+            lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2),
+            hvd.load_model,
+            {},
+            2,
+        ),
+        "averaged": (
+            lambda: hvd.DistributedOptimizer(
+                sgd(), backward_passes_per_step=2, average_aggregated_gradients=True
+            ),
+            hvd.load_model,
+            {"average_aggregated_gradients": True},
+            2,
+        ),
+    }
+    found = {}
+    for name, (make, load, options, passes) in ways.items():
+        layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, name=f"loaded_{name}")]
+        model, values = keras.Sequential(layers), []
+        model.set_weights([np.zeros((1, 1), np.float32)])
+        model.compile(make(), "mae")
+        for _ in range(2):
+            for _ in range(passes):  # the loss is the weight and a constant, its gradient 1
+                model.train_on_batch(np.ones((1, 1)), np.full((1, 1), -1000.0))
+            values.append(float(model.get_weights()[0][0, 0]))
+            with tempfile.TemporaryDirectory() as folder:
+                model.save(f"{folder}/model.keras")
+                model = load(f"{folder}/model.keras", **options)
+        found[name] = values
+    return found
+
+
+def job_loops() -> Any:
+    """Calls without a name in a loop and a branch; one worker has made other tensors before."""
+    for _ in range(bps.rank() * 7):
+        tf.constant(0.0)
+
+    @tf.function
+    def total(n: Any) -> Any:
+        found = 0.0
+        for i in tf.range(n):
+            if i > 0:
+                found += bps.push_pull(tf.cast(i, tf.float32), average=False)
+            found += bps.push_pull(tf.constant([1.0, 2.0]), average=False)[1]
+        for _ in tf.range(2):
+            found += bps.push_pull(tf.constant(10.0), average=False)
+        return found
+
+    return float(total(tf.constant(3)))
+
+
 def job_async() -> Any:
     """A LossScaleOptimizer around the distributed optimizer, and inside it."""
     found: dict[str, Any] = {}
@@ -94,7 +154,7 @@ def job_async() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    jobs = ["job_accumulated", "job_tapes", "job_losses"]
+    jobs = ["job_accumulated", "job_tapes", "job_losses", "job_loaded", "job_loops"]
     done = run_job(__file__, jobs, tmp_path_factory, WORKERS)
     assert done.status == 0, done.output
     return done
@@ -113,6 +173,16 @@ def test_each_tape_keeps_its_options(job: Finished) -> None:
 
 def test_passes_are_counted_for_each_loss(job: Finished) -> None:
     assert each(job, "job_losses") == [[-6.0, -8.0]] * WORKERS
+
+
+def test_a_loaded_model_trains_on_as_before(job: Finished) -> None:
+    """Gradients are 1: summed over workers; over passes; averaged over both."""
+    for found in each(job, "job_loaded"):
+        assert found == {"sum": [-2.0, -4.0], "passes": [-2.0, -4.0], "averaged": [-1.0, -2.0]}
+
+
+def test_calls_without_a_name_in_loops_and_branches_find_each_other(job: Finished) -> None:
+    assert each(job, "job_loops") == [2.0 * (1 + 2) + 3 * 4.0 + 2 * 20.0] * WORKERS
 
 
 def test_asynchronous_steps_with_a_loss_scale_count_once(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,10 @@ import tensorflow as tf
 
 from bpsx.plugin.framework import Framework
 from bpsx.plugin.startup import sample_of, stride_of
+
+#: TensorFlow's classes for the graphs of branches and loops.
+_BODIES = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
+_NUMBER = re.compile(r"_\d+$")
 
 
 class TensorFlow(Framework[Any]):
@@ -35,7 +40,7 @@ class TensorFlow(Framework[Any]):
         """As the contract says in eager code; in a graph, the operation's place there."""
         if not tf.is_symbolic_tensor(tensor):
             return super().unnamed(verb, tensor, rows)
-        return f"{verb}.{getattr(tensor.graph, 'name', 'graph')}/{tensor.op.name}"
+        return f"{verb}.{_place_of(tensor.graph)}/{tensor.op.name}"
 
     def sample(self, tensor: Any) -> bytes:
         """As the contract says; empty if it is no variable. From a GPU, only these are copied."""
@@ -55,6 +60,18 @@ class TensorFlow(Framework[Any]):
     def digest_of(self, weights: Any) -> int:
         with tf.init_scope():  # also while a function is traced
             return super().digest_of(weights)
+
+
+def _place_of(graph: Any) -> str:
+    """Return the graph's name, and for the body of a loop or branch the names of those around it.
+
+    The name of such a body ends with a number of this process, which no other worker has.
+    """
+    name = str(getattr(graph, "name", "graph"))
+    outer = getattr(graph, "outer_graph", None)
+    if type(graph).__name__ not in _BODIES or outer is None:
+        return name
+    return f"{_place_of(outer)}/{_NUMBER.sub('', name)}"
 
 
 def _value_of(source: Any) -> tf.Tensor:

@@ -38,7 +38,18 @@ def _times(gradient: Any, factor: float) -> Any:
 
 
 def _register_local_var(self: Any, var: Any) -> None:
-    """Leave the gradients of ``var`` as they are on each worker."""
+    """Leave the gradients of ``var`` as they are on each worker.
+
+    Raises :class:`ConfigError` if gradients are clipped by the norm of all: that norm would differ
+    between workers, and so would the variables that they share.
+    """
+    for optimizer in (self, getattr(self, "inner_optimizer", None)):
+        if getattr(optimizer, "global_clipnorm", None):
+            raise ConfigError(
+                f"register_local_var: global_clipnorm={optimizer.global_clipnorm:g} clips by"
+                " a norm that includes the gradients of local variables, which differ between"
+                " workers. Use clipnorm, which clips each gradient by its own norm"
+            )
     self._bpsx_exchange.keep_local(var)
 
 

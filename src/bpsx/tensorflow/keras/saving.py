@@ -21,11 +21,14 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
     compression_params: Params = None,
+    sparse_as_dense: bool = False,
+    op: Any = None,
 ) -> Any:
     """As :func:`keras.models.load_model`, and make the model's optimizer distributed.
 
-    The optimizer keeps its state. Files that end in ``.keras`` also hold the state of compression
-    with ``compression_params``.
+    The optimizer keeps its state. The file has none of the arguments of
+    :func:`DistributedOptimizer`: give ``compression``, ``sparse_as_dense`` and ``op`` again. Files
+    that end in ``.keras`` also hold the state of compression with ``compression_params``.
 
     ``custom_optimizers``: classes of optimizers that Keras does not know. ``custom_objects``: other
     objects, by name. Raises Keras's errors, and :class:`~bpsx.errors.ConfigError`.
@@ -33,7 +36,11 @@ def load_model(
 
     def distribute(optimizer: Any) -> Any:
         return DistributedOptimizer(
-            optimizer, compression=compression, compression_params=compression_params
+            optimizer,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            op=op,
+            compression_params=compression_params,
         )
 
     model = loaded(filepath, custom_optimizers, custom_objects, distribute)

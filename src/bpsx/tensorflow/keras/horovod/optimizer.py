@@ -47,8 +47,6 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     verb = "DistributedOptimizer"
     check_optimizer(optimizer)
     passes = checked_passes(backward_passes_per_step, verb)
-    # Keras divides by the number of passes.
-    factor = 1.0 if average_aggregated_gradients else float(passes)
     exchange = made_exchange(
         verb,
         compression,
@@ -59,10 +57,15 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         groups,
         process_set,
         scale_local_gradients,
-        factor=factor,
+        factor=_factor(passes, average_aggregated_gradients),
     )
     set_passes(optimizer, passes)
     return distributed(optimizer, exchange)
+
+
+def _factor(passes: int, averages: bool) -> float:
+    """Return the factor of the gradients: Keras divides them by the number of passes."""
+    return 1.0 if averages else float(passes)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -108,8 +111,13 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
+    op: ReduceOp = ReduceOp.Average,
+    average_aggregated_gradients: bool = False,
 ) -> Any:
     """:func:`bpsx.tensorflow.keras.load_model`: load a model and make its optimizer distributed.
+
+    The file has the optimizer's ``gradient_accumulation_steps``, which ``backward_passes_per_step``
+    has set. It has neither ``op`` nor ``average_aggregated_gradients``: give them as before, here.
 
     Raises :class:`~bpsx.errors.ConfigError` for ``legacy_opts``: Keras 3 has no such optimizers.
     """
@@ -118,9 +126,23 @@ def load_model(
             f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy optimizers. Omit it,"
             " and save the model again with an optimizer of keras.optimizers"
         )
-    return saving.loaded(
-        filepath,
-        custom_optimizers,
-        custom_objects,
-        lambda optimizer: DistributedOptimizer(optimizer, compression=compression),
-    )
+
+    def distribute(optimizer: Any) -> Any:
+        check_optimizer(optimizer)
+        steps = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
+        factor = _factor(steps or 1, average_aggregated_gradients)
+        exchange = made_exchange(
+            "load_model",
+            compression,
+            False,
+            op,
+            1.0,
+            0,
+            None,
+            global_process_set,
+            True,
+            factor=factor,
+        )
+        return distributed(optimizer, exchange)
+
+    return saving.loaded(filepath, custom_optimizers, custom_objects, distribute)
