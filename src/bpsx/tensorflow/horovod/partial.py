@@ -44,9 +44,9 @@ def _register_local_var(self: Any, var: Any) -> None:
     between workers, and so would the variables that they share.
     """
     for optimizer in (self, getattr(self, "inner_optimizer", None)):
-        if getattr(optimizer, "global_clipnorm", None):
+        if norm := getattr(optimizer, "global_clipnorm", None):
             raise ConfigError(
-                f"register_local_var: global_clipnorm={optimizer.global_clipnorm:g} clips by"
+                f"register_local_var: global_clipnorm={norm:g} clips by"
                 " a norm that includes the gradients of local variables, which differ between"
                 " workers. Use clipnorm, which clips each gradient by its own norm"
             )
