@@ -138,10 +138,11 @@ def _enter_job(
         opened.callback(link.stop)
         opened.callback(near.close)
         try:
-            host, rank = own_host(config), -1 if config.asks_for_number else config.rank
+            asks = config.asks_for_number
+            host, rank = own_host(config), -1 if asks else config.rank
             with near.kernels_loading():
                 welcome = link.enter_job("worker", rank, host, [], again)
-            if config.asks_for_number:
+            if asks:
                 config, near = _take_number(config, welcome["rank"])
             reporter = Reporter(config, "worker", config.rank, host)
             while True:
@@ -154,6 +155,10 @@ def _enter_job(
                 except _MeetingOff:
                     reach.close()
                     welcome = link.await_welcome()
+                    # If the scheduler has lost this newcomer meanwhile, its number may be another.
+                    if asks and welcome["rank"] != config.rank:
+                        config, near = _take_number(config, welcome["rank"])
+                        reporter = Reporter(config, "worker", config.rank, host)
                 except BaseException:
                     opened.push(reach)
                     raise
