@@ -115,6 +115,26 @@ def job_loaded() -> Any:
     return found
 
 
+def job_local_overflow() -> Any:
+    """In the second of three steps the gradient of a local variable overflows on one worker."""
+    found = {}
+    for name, traced in (("eager", False), ("traced", True)):
+        shared = keras.Variable([0.0], name=f"shared {name}")
+        local = keras.Variable([0.0], name=f"local {name}")
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)
+        )
+        optimizer.register_local_var(local)
+        optimizer.build([shared, local])
+        run = stepper(optimizer, [shared, local], traced)
+        for step in range(3):
+            own = np.inf if step == 1 and bps.rank() == 0 else 1.0
+            run(optimizer.scale_loss(tf.constant([1.0])), optimizer.scale_loss(tf.constant([own])))
+        scale = float(tf.convert_to_tensor(optimizer.dynamic_scale))
+        found[name] = [float(keras.ops.convert_to_numpy(v)[0]) for v in (shared, local)], scale
+    return found
+
+
 def job_loops() -> Any:
     """Calls without a name in a loop and a branch; one worker has made other tensors before."""
     for _ in range(bps.rank() * 7):
@@ -154,7 +174,7 @@ def job_async() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    jobs = ["job_accumulated", "job_tapes", "job_losses", "job_loaded", "job_loops"]
+    jobs = [name for name in globals() if name.startswith("job_") and name != "job_async"]
     done = run_job(__file__, jobs, tmp_path_factory, WORKERS)
     assert done.status == 0, done.output
     return done
@@ -179,6 +199,13 @@ def test_a_loaded_model_trains_on_as_before(job: Finished) -> None:
     """Gradients are 1: summed over workers; over passes; averaged over both."""
     for found in each(job, "job_loaded"):
         assert found == {"sum": [-2.0, -4.0], "passes": [-2.0, -4.0], "averaged": [-1.0, -2.0]}
+
+
+@pytest.mark.parametrize("way", ["eager", "traced"])
+def test_an_overflow_of_a_local_gradient_is_one_on_all_workers(job: Finished, way: str) -> None:
+    """Two of three steps count; Horovod divides local gradients by the number of workers."""
+    for found in each(job, "job_local_overflow"):
+        assert found[way] == ([-2.0, -1.0], 4.0)
 
 
 def test_calls_without_a_name_in_loops_and_branches_find_each_other(job: Finished) -> None:

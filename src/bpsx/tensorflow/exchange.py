@@ -70,6 +70,10 @@ class Exchange(GradientExchange):
         """Copies and unpickled objects are exchanges with the same options."""
         return Exchange, self._given
 
+    def overflow_together(self, gradients: list[Any], sources: Sequence[Any]) -> list[Any]:
+        """Return exchanged gradients that are finite on all workers or on none."""
+        return gradients  # they are the same on all workers
+
     def declare(self, sources: Sequence[Any], momentum: Momentum | None = None) -> None:
         """Declare how the gradients of ``sources`` travel, once in a job.
 

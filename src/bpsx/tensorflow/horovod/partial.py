@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from bpsx.errors import ConfigError
@@ -13,6 +14,8 @@ from bpsx.plugin.adapter import check_flag
 from bpsx.plugin.momentum import Momentum
 from bpsx.tensorflow.compression import Compressor
 from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.names import names_of
+from bpsx.tensorflow.ops import push_pull
 
 
 class Unnamed:
@@ -29,12 +32,17 @@ def _variable(source: Any) -> Any:
 
 
 def _times(gradient: Any, factor: float) -> Any:
-    if gradient is None or factor == 1.0:
-        return gradient
+    return gradient if factor == 1.0 else _scaled(gradient, factor)
+
+
+def _scaled(gradient: Any, factor: Any) -> Any:
+    """Return the gradient times ``factor``, a number or a scalar tensor; None stays None."""
+    if gradient is None:
+        return None
     if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.constant(factor, gradient.values.dtype)
+        values = _scaled(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.constant(factor, gradient.dtype)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _register_local_var(self: Any, var: Any) -> None:
@@ -108,6 +116,23 @@ class PartialExchange(Exchange):
     def is_local(self, variable: Any) -> bool:
         """Whether the gradients of ``variable`` stay as they are."""
         return id(_variable(variable)) in self._local
+
+    def overflow_together(self, gradients: list[Any], sources: Sequence[Any]) -> list[Any]:
+        """Return exchanged gradients that are finite on all workers or on none.
+
+        Local gradients may overflow on one worker only, and a LossScaleOptimizer decides from all
+        of a worker's gradients whether to skip the step. All workers must call it.
+        """
+        local = [self.is_local(source) for source in sources]
+        if not any(local):
+            return gradients
+        own = [g for g, here in zip(gradients, local, strict=True) if here and g is not None]
+        finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in own]
+        failed = tf.cast(tf.logical_not(tf.reduce_all([True, *finite])), tf.float32)
+        name = f"Overflow of {names_of([sources[local.index(True)]])[0]}"
+        everywhere = push_pull(failed, name=name, average=False)
+        factor = tf.where(everywhere > 0, np.float32("nan"), np.float32(1))
+        return [_scaled(g, factor) for g in gradients]
 
     def check_async(self) -> None:
         """Raise :class:`ConfigError` for options that need gradients.

@@ -88,6 +88,8 @@ class _Distributed:
                     variables, lambda: base.apply(gradients, trainable_variables)
                 )
         found = self._exchanged(gradients, variables)
+        if isinstance(this, LossScale):
+            found = self._bpsx_exchange.overflow_together(found, variables)
         with self._bpsx_momentum.off(), _within(this):
             return base.apply(found, trainable_variables)
 
