@@ -264,7 +264,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 f"elastic.run: the first argument of {func.__name__}() is"
                 f" {type(state).__name__}; expected a State"
             )
-        session().expect_boundaries()  # ... before the first sync: its root is rank 0
+        session().expect_boundaries()  # Rank 0 is the root of the first sync and stays it.
         with heeding_sigterm():
             return _repeat(lambda: func(state, *args, **more), state, state.sync)
 
@@ -295,7 +295,7 @@ def steps_of(kind: type[State], number: Any, given: Sequence[Any], more: Any) ->
 
 def _steps(state: State, last: int) -> Iterator[int]:
     boundary: Callable[[], None] = state.sync
-    session().expect_boundaries()  # ... before the first sync: its root is rank 0
+    session().expect_boundaries()  # Rank 0 is the root of the first sync and stays it.
     with heeding_sigterm():
         while True:
             _repeat(lambda: None, state, boundary)

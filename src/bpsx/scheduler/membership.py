@@ -222,7 +222,7 @@ class Membership(Retuning):
         ready = [n for n in leaving.values() if not self._has_to_wait(n, n.goodbye)]
         for node in ready:
             del leaving[node.ident]
-        for node in ready:  # ... and again in leaving, if the one before makes it wait
+        for node in ready:  # A BYE may make the next one wait again, which then puts its node back.
             out += self.bye(node.ident, node.goodbye)
         return out
 

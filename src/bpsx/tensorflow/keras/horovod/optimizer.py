@@ -134,13 +134,13 @@ def load_model(
         exchange = made_exchange(
             "load_model",
             compression,
-            False,
-            op,
-            1.0,
-            0,
-            None,
-            global_process_set,
-            True,
+            sparse_as_dense=False,
+            op=op,
+            predivide=1.0,
+            num_groups=0,
+            groups=None,
+            process_set=global_process_set,
+            scale_local_gradients=True,
             factor=factor,
         )
         return distributed(optimizer, exchange)
