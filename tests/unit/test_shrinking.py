@@ -277,9 +277,9 @@ def test_a_job_that_is_not_elastic_has_failed_when_a_worker_is_gone():
 
 
 def test_a_leaver_that_another_one_holds_up_leaves_later():
-    """Both have asked to leave before the last worker has received an error of the job.
+    """Workers 0 and 1 ask to leave before worker 2 has confirmed an error.
 
-    The first fails, so the workers agree anew on who is there; the second waits for that.
+    Worker 0 fails, so those that are left begin a new term. Worker 1 leaves once it has begun.
     """
     m = shrinking()
     for who, elements in ((b"w0", 4), (b"w1", 4), (b"w2", 5)):
