@@ -67,8 +67,6 @@ class Averaging(Exchange):
     ) -> None:
         self.syncing = True  # False inside no_sync()
         self._name = name
-        # Ids of the Managed objects whose gradient backward has added to since the last exchange.
-        self._touched: set[int] = set()
         # This pass requires an exchange, even if it has used no parameter.
         self._due = False
         self.expected = False  # a forward pass has been made that requires an exchange
@@ -131,8 +129,7 @@ class Averaging(Exchange):
 
     def accumulated(self, managed: Managed) -> None:
         """Handle a gradient that backward has added to. Raises :class:`GradientOrderError`."""
-        self._touched.add(id(managed))
-        managed.passes_left = 0
+        managed.passes_left = 0  # until the next exchange
         if not self.syncing:
             return
         self._enter()
@@ -218,7 +215,6 @@ class Averaging(Exchange):
         now.failures += [
             self._try(begin, m) for m in now.ours if not m.is_pushed() and id(m) not in now.aside
         ]
-        self._touched = set()
         for managed in self._managed:
             managed.passes_left = 1
         now.pushed = True
@@ -244,7 +240,7 @@ class Averaging(Exchange):
         raise_first(now.failures)
 
     def _is_used(self, managed: Managed) -> bool:
-        return id(managed) in self._touched and managed.parameter.grad is not None
+        return managed.passes_left == 0 and managed.parameter.grad is not None
 
     def _push_aside(self, managed: Managed) -> tuple[Handle, Any]:
         """Push a gradient that this worker has not added to, from separate memory.
