@@ -134,6 +134,9 @@ def train(state):
             state.step += 100
             weight.set_data(mx.nd.zeros(8))
             trainer._updaters[0].states[0][:] = 0
+            met = mx.nd.ones(1)
+            bps.byteps_push_pull(met, name="met")
+            met.wait_to_read()
             if bps.rank() == 0:
                 report(["sends"])
                 time.sleep(60)

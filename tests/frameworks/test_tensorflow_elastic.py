@@ -250,6 +250,7 @@ LOST_SENDER = """
 import bpsx.tensorflow.horovod as hvd
 
 share = {run}(lambda x: bps.broadcast(x, 0, name="shared"))
+meet = {run}(lambda: bps.push_pull(tf.ones(1), name="met"))
 workers = {run}(lambda: hvd.size_op())
 
 @bps.elastic.run
@@ -259,6 +260,7 @@ def train(state):
         if state.step == 6 and bps.size() == 3:
             state.step += 100
             weights[0].assign(tf.zeros((4, 300)))
+            meet()
             if bps.rank() == 0:
                 report(["sends"])
                 time.sleep(60)

@@ -77,13 +77,14 @@ def train(job: Torchrun, strike: Callable[[int], None], victim: int) -> list[lis
     return reports
 
 
-def begun(reports: list[list[Any]]) -> set[int]:
+def begun(reports: list[list[Any]], late: int = 11) -> set[int]:
     """Return the process ids of workers that have trained, all from step 0 or where others were.
 
-    The others make no step without the lost worker but the one under way.
+    The others make no step without the lost worker but the one under way. ``late``: the latest
+    step with which they go on.
     """
     begins = [r for r in reports if r[0] == "train"]
-    assert {r[3] for r in begins} <= {0, 10, 11}
+    assert {r[3] for r in begins} <= {0, *range(10, late + 1)}
     return {r[4] for r in begins}
 
 
@@ -93,7 +94,8 @@ def test_a_worker_that_its_agent_starts_again_joins(tmp_path: Path, each, victim
     env = {**ELASTIC, "VICTIM": str(victim)}
     with Torchrun(tmp_path, TRAINING, each=each, options=OPTIONS, **env) as job:
         reports = train(job, lambda pid: os.kill(pid, signal.SIGKILL), victim)
-    assert len(begun(reports)) == sum(each) + each[0]
+    # Rank 0 may get the root's sum before it hears of the loss, and then makes one step more.
+    assert len(begun(reports, 12 if each[0] > 1 else 11)) == sum(each) + each[0]
 
 
 def test_a_machine_that_comes_back_joins(tmp_path: Path) -> None:
