@@ -93,6 +93,7 @@ class Boundaries:
         self._passed = 0  # boundaries that this worker has passed since a worker last entered
         self._stop = 0  # boundary of the meeting
         self._tells = False  # this worker tells newcomers which names there are
+        self._cut_short = False  # an exception has ended the wait at the boundary passed last
         self._lost: list[int] = []
         self._change = Change()
         #: Whether the script has boundaries.
@@ -109,13 +110,18 @@ class Boundaries:
 
         ``settle``: waits until nothing of this worker is under way. ``send``: sends a message to
         the scheduler. ``names``: what newcomers have to know of names. Returns at once if the job
-        ends meanwhile.
+        ends meanwhile. After an exception, such as that of a signal's handler, the next call goes
+        on with the same boundary.
         """
         self.used, settled = True, False
         while True:
             with self._life.changed:
+                if self._cut_short:
+                    self._await_end()
+                    return self._take_change()
                 self._wait_for(lambda: self._place is not Place.ASKED)
-                stops = self._place is Place.BOUND and self._passed + 1 == self._stop
+                bound = self._place is Place.BOUND and self._life.state not in OVER
+                stops = bound and self._passed + 1 == self._stop
                 if settled or not stops:
                     if stops:
                         self._stay(send, names)
@@ -137,15 +143,21 @@ class Boundaries:
 
     def _stay(self, send: Callable[..., None], names: Callable[[], str]) -> None:
         """Stop, until the meeting has ended or is off. The caller holds the lock."""
-        self._life.move(Event.STOPPED)
-        try:
-            self._move(PlaceEvent.STOPPED)
-            send("HERE", meeting=self._meeting, names=names() if self._tells else "")
-            self._passed += 1
-            # Another meeting may have been called before this thread wakes up.
-            self._wait_for(lambda: self._place is not Place.HERE)
-        finally:
-            self._life.move(Event.GOES_ON)
+        self._move(PlaceEvent.STOPPED)
+        send("HERE", meeting=self._meeting, names=names() if self._tells else "")
+        self._passed, self._cut_short = self._passed + 1, True
+        self._await_end()
+
+    def _await_end(self) -> None:
+        """Wait for the end of the meeting at which this worker has stopped."""
+        if self._place is Place.HERE:
+            self._life.move(Event.STOPPED)
+            try:
+                # Another meeting may have been called before this thread wakes up.
+                self._wait_for(lambda: self._place is not Place.HERE)
+            finally:
+                self._life.move(Event.GOES_ON)
+        self._cut_short = False
 
     def _wait_for(self, ready: Callable[[], bool]) -> None:
         self._life.changed.wait_for(lambda: ready() or self._life.state in OVER)
