@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import tempfile
 from typing import Any
 
@@ -17,6 +19,7 @@ if WORKER:
     import keras
     import tensorflow as tf
 
+    import bpsx
     import bpsx.keras.horovod as hvd
     import bpsx.tensorflow as bps
     import bpsx.tensorflow.keras as bpk
@@ -154,6 +157,44 @@ def job_loops() -> Any:
     return float(total(tf.constant(3)))
 
 
+def job_charges() -> Any:
+    """Two optimizers of one variable, in turn: A, B, A; then a tape, with one of them alive."""
+    params = {"compressor": "onebit", "ef": "vanilla"}
+    told, found = [], {}
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bpsx.plugin").addHandler(handler)
+
+    def gradient(variable: Any) -> float:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(3.0 * variable)
+        return float(bps.DistributedGradientTape(tape).gradient(loss, [variable])[0][0])
+
+    for name, *given in (("none", None, None), ("one", None, params), ("both", params, params)):
+        for traced in (False, True):
+            weight = keras.Variable([0.0], name=f"shared of {name}")
+            first, second = (
+                stepper(bps.DistributedOptimizer(sgd(), compression_params=p), [weight], traced)
+                for p in given
+            )
+            one, texts = tf.constant([1.0]), []
+            for run in (first, second, second, first):
+                try:
+                    run(one)
+                except bpsx.ConfigError as e:
+                    texts.append(str(e))
+            moved = float(keras.ops.convert_to_numpy(weight)[0])
+            try:
+                seen: Any = gradient(weight)
+            except bpsx.ConfigError as e:
+                seen = str(e)
+            del first, second, run
+            gc.collect()
+            found[name, traced] = moved, texts, list(told), seen, gradient(weight)
+            told.clear()
+    return found
+
+
 def job_async() -> Any:
     """A LossScaleOptimizer around the distributed optimizer, and inside it."""
     found: dict[str, Any] = {}
@@ -210,6 +251,27 @@ def test_an_overflow_of_a_local_gradient_is_one_on_all_workers(job: Finished, wa
 
 def test_calls_without_a_name_in_loops_and_branches_find_each_other(job: Finished) -> None:
     assert each(job, "job_loops") == [2.0 * (1 + 2) + 3 * 4.0 + 2 * 20.0] * WORKERS
+
+
+@pytest.mark.parametrize("given", ["none", "one", "both"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_optimizers_do_not_share_the_state_of_compression_in_silence(
+    job: Finished, given: str, traced: bool
+) -> None:
+    """The later one takes over. A function that was traced goes on with the earlier one."""
+    for found in each(job, "job_charges"):
+        moved, refusals, warnings, of_tape, after = found[given, traced]
+        taken_over = given != "none"
+        assert len(refusals) == (taken_over and not traced) and len(warnings) == (
+            taken_over and traced
+        )
+        assert moved == -4.0 + len(refusals) and after == 3.0
+        texts = [*refusals, *warnings]
+        assert all("test_tensorflow_together.py:" in text for text in texts), texts
+        if taken_over:
+            assert "give it the gradients of a tf.GradientTape" in of_tape, of_tape
+        else:
+            assert of_tape == 3.0
 
 
 def test_asynchronous_steps_with_a_loss_scale_count_once(tmp_path: Any) -> None:

@@ -30,6 +30,9 @@ class Owner:
     place in the user's code that made it is added. Thread-safe.
     """
 
+    #: What a user may do instead, for messages.
+    instead = "Use that one, or give one of the two different names (named_parameters)"
+
     def __init__(self, what: str) -> None:
         place = _place()
         self.what = f"{what} made at {place}" if place else what
@@ -53,8 +56,7 @@ class Owner:
         if self.replaced_by:
             raise ConfigError(
                 f"the {self.what} can no longer exchange anything: the {self.replaced_by} has "
-                "taken over the same parameters under the same names. Use that one, or give one "
-                "of the two different names (named_parameters)"
+                f"taken over the same parameters under the same names. {self.instead}"
             )
 
     def release(self) -> None:
@@ -125,9 +127,14 @@ def next_ordinal(session: object, kind: str, is_taken: Callable[[int], bool]) ->
 
 def is_owned(name: str) -> bool:
     """Whether a live owner has ``name``. Thread-safe."""
+    return owner_of(name) is not None
+
+
+def owner_of(name: str) -> Owner | None:
+    """Return the live owner of ``name``, if there is one. Thread-safe."""
     with _lock:
         ref = _owners.get(name)
-        return ref is not None and ref() is not None
+        return ref() if ref is not None else None
 
 
 def _place() -> str:

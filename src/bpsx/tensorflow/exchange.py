@@ -81,9 +81,11 @@ class Exchange(GradientExchange):
 
         Raises :class:`ConfigError`.
         """
-        if not self._anew and not self._params:
-            return
         names = names_of(sources)
+        if not self._anew and not self._params:
+            self._take_charge(names, ())
+            return
+        self._charge.traced = self._charge.traced or not tf.executing_eagerly()
         self.declare_all(
             names, momentum, lambda: dict(zip(names, own_names_of(sources), strict=True))
         )
