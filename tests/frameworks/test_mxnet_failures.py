@@ -415,3 +415,46 @@ print(x.asnumpy().sum(), bps.size())
     )
     status, text, errors = alone(["-c", script])
     assert status == 0 and text.split() == ["3.0", "1"], errors
+
+
+TWO_TRAINERS = (
+    HEAD
+    + """
+import bpsx
+
+bps.init()
+weight = gluon.Parameter("shared", shape=(8,), init=mx.init.Zero())
+weight.initialize()
+params = {"compressor": "onebit", "ef": "vanilla"}
+for given in ((None, None), (None, params), (params, params)):
+    first, second = (
+        bps.DistributedTrainer([weight], "sgd", {"learning_rate": 1.0}, compression_params=p)
+        for p in given
+    )
+    refusals = []
+    for i, trainer in enumerate((first, second, second, first)):
+        factor = mx.nd.ones((1200, 1200))
+        # The exchange before the refusal begins before it on one worker, and later on the other.
+        for _ in range(4 if i == 2 and bps.rank() == 0 else 0):
+            factor = mx.nd.dot(factor, factor) / 1200
+        if i == 3 and bps.rank() == 1:
+            weight.data().wait_to_read()
+        with autograd.record():
+            loss = (weight.data() * factor[0, :8]).sum()
+        loss.backward()
+        try:
+            trainer.step(1)
+        except bpsx.ConfigError as e:
+            refusals.append(str(e))
+    report(refusals)
+bps.shutdown()
+"""
+)
+
+
+def test_trainers_of_one_parameter_do_not_share_the_state_of_compression() -> None:
+    """The later one takes over; without compression they may take turns."""
+    with Job(TWO_TRAINERS, workers=2, servers=1) as job:
+        for without, one, both in job.results():
+            assert without == [] and len(one) == len(both) == 1
+            assert "the DistributedTrainer made at" in one[0] and "has taken over" in both[0]

@@ -8,7 +8,7 @@ from typing import Any
 import mxnet as mx
 
 from bpsx.errors import ConfigError
-from bpsx.mxnet.ops import check_array, overwrite
+from bpsx.mxnet.ops import behind_engine, check_array, overwrite
 from bpsx.plugin import adapter
 from bpsx.plugin.adapter import checked_root
 from bpsx.session.refusals import counted_together
@@ -19,6 +19,7 @@ PREFIX = "Parameter."
 
 @public
 @counted_together(PREFIX)
+@behind_engine
 def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until that is done.
 

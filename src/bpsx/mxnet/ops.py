@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 import weakref
@@ -215,10 +216,12 @@ def copy_to_devices(copies: Sequence[Any]) -> None:
             copies[0].copyto(other)
 
 
-def _behind_engine(function: _Function) -> _Function:
+def behind_engine(function: _Function) -> _Function:
     """Decorate a verb: it raises errors after the engine's earlier operations are over.
 
-    Operations of the engine report their errors in this order, too.
+    Operations of the engine report their errors in this order, too. After an error that other
+    workers do not get, names are declared anew: an operation that began later would be summed
+    under the new declaration on this worker alone.
     """
 
     @functools.wraps(function)
@@ -234,7 +237,7 @@ def _behind_engine(function: _Function) -> _Function:
 
 @public
 @counted("byteps_push_pull")
-@_behind_engine
+@behind_engine
 def byteps_push_pull(
     tensor: mx.nd.NDArray,
     version: int = 0,
@@ -279,6 +282,8 @@ def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"byteps_declare_tensor: name={name!r}: expected a string")
     params = dict(_said(key.removeprefix("byteps_"), value) for key, value in kwargs.items())
+    if params and name in adapter.session().order:
+        adapter.finish(math.inf)  # a sum that begins later would be compressed here alone
     return int(
         adapter.session().declare(
             name,

@@ -11,7 +11,7 @@ import mxnet as mx
 
 from bpsx.errors import ConfigError
 from bpsx.mxnet.async_training import Weights
-from bpsx.mxnet.ops import check_array, refuse, submit
+from bpsx.mxnet.ops import behind_engine, check_array, refuse, submit
 from bpsx.mxnet.startup import FirstStep
 from bpsx.plugin import adapter
 from bpsx.plugin.exchange import PREFIX
@@ -82,6 +82,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             refuse({f"{i}{self._suffix}": w for i, w in zip(indices, weights)}, e)
 
     @counted_together(PREFIX)
+    @behind_engine
     def _exchange(
         self,
         indices: Sequence[Any],

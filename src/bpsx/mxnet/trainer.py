@@ -17,7 +17,7 @@ from bpsx.mxnet.async_training import Weights
 from bpsx.mxnet.broadcast import PREFIX
 from bpsx.mxnet.exchange import BEGINNINGS, Exchange
 from bpsx.mxnet.names import name_of
-from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
+from bpsx.mxnet.ops import add_devices, behind_engine, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
 from bpsx.mxnet.optimizer_state import share
 from bpsx.mxnet.startup import refusal_of
@@ -197,6 +197,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._update(ignore_stale_grad)
 
     @counted_together(*BEGINNINGS)
+    @behind_engine
     def _exchange_scaled(self, batch_size: int, ignore_stale_grad: bool) -> float:
         """Exchange gradients for a batch of ``batch_size`` on each worker.
 
@@ -227,6 +228,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         )
 
     @counted_together(*BEGINNINGS)
+    @behind_engine
     def allreduce_grads(self) -> None:
         """As gluon's, over all workers' devices, for code that uses the sums before update()."""
         self._prepare()
