@@ -94,6 +94,32 @@ def job_loop() -> Any:
     return results, v.numpy().tolist(), alone
 
 
+def job_compressed() -> Any:
+    """Two networks, of gradients 1 and 0, each with a strategy that keeps a momentum."""
+    params = {"compressor": "onebit", "momentum": "nesterov", "mu": 0.5}
+    found = []
+
+    def stepper(gradient: float) -> Any:
+        ops = CrossDeviceOps(compression_params=params)
+        strategy = MirroredStrategy(two_devices(), ops)
+
+        def replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            (mean,) = context.all_reduce("MEAN", [tf.fill([2], gradient)])
+            return mean
+
+        @tf.function
+        def step() -> Any:
+            return strategy.experimental_local_results(strategy.run(replica))[0]
+
+        return step
+
+    steps = [stepper(1.0), stepper(0.0)]
+    for step in steps * 3:
+        found.append(step().numpy().tolist())
+    return found
+
+
 def job_overflow() -> Any:
     """mixed_float16: in the third of six steps a gradient overflows, only on worker 1's second
     device.
@@ -138,7 +164,8 @@ def job_overflow() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, ["job_fit", "job_loop", "job_overflow"], tmp_path_factory, WORKERS)
+    jobs = ["job_fit", "job_loop", "job_compressed", "job_overflow"]
+    done = run_job(__file__, jobs, tmp_path_factory, WORKERS)
     assert done.status == 0, done.output
     return done
 
@@ -164,3 +191,10 @@ def test_an_overflow_on_one_device_is_one_everywhere(job):
     for a, b in zip(first[2], second[2], strict=True):
         np.testing.assert_array_equal(a, b)
         assert np.isfinite(a).all()
+
+
+def test_each_strategy_has_compression_state_of_its_own(job):
+    """m = m / 2 + g, and g + m / 2 is applied: 1.5, 1.75, 1.875; and 0 for the other network."""
+    for found in each(job, "job_compressed"):
+        assert found[0::2] == [[1.5] * 2, [1.75] * 2, [1.875] * 2]
+        assert found[1::2] == [[0.0] * 2] * 3

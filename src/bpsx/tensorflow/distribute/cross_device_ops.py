@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from bpsx.plugin import adapter
 from bpsx.plugin.async_training import refuse_gradients
 from bpsx.plugin.compression_params import Params
+from bpsx.plugin.owners import next_ordinal
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 
@@ -33,7 +35,9 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     ``local``: the reduction over devices, by default :class:`tf.distribute.ReductionToOneDevice`.
     ``compression``, ``compression_params``: as for :func:`bpsx.tensorflow.DistributedOptimizer`.
-    Raises :class:`~bpsx.errors.ConfigError`.
+    TensorFlow does not say whose gradients it reduces. So with ``compression_params``, which keep
+    state of them, each network needs a strategy of its own. Raises
+    :class:`~bpsx.errors.ConfigError`.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         super().__init__()
         self._local = local or tf.distribute.ReductionToOneDevice()
         self._exchange = Exchange("CrossDeviceOps", True, compression, compression_params, False)
+        # By session: the number of this object in the order of their first reductions.
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def _num_between_graph_workers(self) -> int:
@@ -77,9 +83,13 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
             for value in reduced
         ]
         refuse_gradients("MirroredStrategy")
+        session = adapter.session()
+        if session not in self._numbers:
+            self._numbers[session] = next_ordinal(session, "CrossDeviceOps", lambda _: False)
+        number = self._numbers[session]
+        kind = f"mirrored.{number}" if number else "mirrored"
         found = self._exchange(
-            ours,
-            [_source(f"mirrored.{len(ours)}.{i}", where) for i, (_, where) in enumerate(pairs)],
+            ours, [_source(f"{kind}.{len(ours)}.{i}", where) for i, (_, where) in enumerate(pairs)]
         )
         return [
             self._local.broadcast_implementation(value, destinations)
